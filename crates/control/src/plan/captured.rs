@@ -73,8 +73,7 @@ pub(super) fn take(
     let options = context.options;
     let runs_on = destination.is_image() && (options.resumes() || options.is_snapshot());
     let Some(path) = source.monitor().filter(|_| runs_on) else { return Ok(None) };
-    let mut qemu = Qemu::connect(path, &context.monitor()).map_err(|error| query_failed(error.into()))?;
-    context.report_repair(&qemu);
+    let mut qemu = context.connect_qemu(path).map_err(|error| query_failed(error.into()))?;
     let mut no_disks = GuestDisks::default();
     let mut prepared_disks = match &options.disks {
         WritableDisks::Refused => {

@@ -17,7 +17,7 @@ use super::error_origin;
 use super::progress::{ComparedDisks, CopyReport, DestinationState, Observer, Progress, SourceState};
 use super::request::{ConnectingEnd, CopyRequest, Tls};
 use crate::in_place::UnusedReflink;
-use crate::qemu::{Qemu, StartedQemu};
+use crate::qemu::{self, Qemu, StartedQemu};
 
 /// A destination's QEMU that this process has started for a copy.
 #[derive(Clone, Copy)]
@@ -95,10 +95,14 @@ impl<'a> Context<'a> {
         Err(Error::OtherRoot { socket })
     }
 
-    /// Options of a connection to a monitor: a cancellation ends each wait for it, until a QEMU is changed.
-    pub(super) fn monitor(&self) -> qmp::Options {
+    /// Connects to a QEMU's monitor: a cancellation ends each wait for it, until the QEMU is changed. Sends a notice if that repaired
+    /// changes of an earlier towline.
+    pub(super) fn connect_qemu(&self, path: &Path) -> Result<Qemu, qemu::Error> {
         let interrupt = Some(self.cancel.descriptor());
-        qmp::Options { interrupt, out_of_band: self.options.direct.is_some(), ..qmp::Options::default() }
+        let out_of_band = self.options.direct.is_some() || self.options.is_postcopy();
+        let qemu = Qemu::connect(path, &qmp::Options { interrupt, out_of_band, ..qmp::Options::default() })?;
+        qemu.repaired().iter().for_each(|repaired| self.observer.notice(&repaired.to_string()));
+        Ok(qemu)
     }
 
     /// Treatment of an image that exists already.
@@ -169,13 +173,6 @@ impl<'a> Context<'a> {
     /// Time since the context was created.
     pub(super) fn elapsed(&self) -> std::time::Duration {
         self.begun.elapsed()
-    }
-
-    /// Sends a notice if connecting to this QEMU repaired changes of an earlier towline.
-    pub(super) fn report_repair(&self, qemu: &Qemu) {
-        if let Some(repaired) = qemu.repaired() {
-            self.observer.notice(&repaired.to_string());
-        }
     }
 
     /// Returns an error if the command was cancelled.

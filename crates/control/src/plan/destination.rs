@@ -27,10 +27,10 @@ use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
 use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
-pub(super) use postcopy::BREAK_AFTER;
+pub(super) use postcopy::{BREAK_AFTER, RECOVER_INTERVAL};
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
-const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of queries to a QEMU that loads, and of one whose guest starts.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
@@ -38,7 +38,8 @@ const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for the exit of a QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
+const UNSUPPORTED_CAPABILITIES: [Capability; 8] = [
+    Capability::MAPPED_RAM,
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,
     Capability::POSTCOPY_PREEMPT,
@@ -62,10 +63,8 @@ pub(super) enum RecoveryState {
     Listening(Address),
     /// Not ready to listen.
     NotReady,
-    /// Has everything.
-    Completed,
-    /// Failed, for this reason.
-    Failed(Error),
+    /// It has everything, or its guest is lost, or not known any more, for this reason.
+    Ended { status: DestinationStatus, error: Option<Error> },
 }
 
 /// A QEMU that waits for a guest.
@@ -105,7 +104,7 @@ impl QmpDestination {
     pub(super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
         let mut prepared = Self::of(match context.own.and_then(|own| own.started?.take()) {
             Some(started) => started?,
-            None => Qemu::connect(path, &context.monitor())?,
+            None => context.connect_qemu(path)?,
         })?;
         context.adapt_lanes(&prepared.qemu);
         prepared.exports = DiskExports::start(&mut prepared.qemu, &prepared.dir, context)?;
@@ -164,10 +163,7 @@ impl QmpDestination {
 
     /// Configures QEMU, has it load the guest and stay paused, and connects to it.
     pub(super) fn start(&mut self, lanes: usize, context: &Context<'_>) -> Result<Connections, Error> {
-        if let Some(exports) = &self.exports {
-            exports.expect_ends();
-        }
-        self.apply_settings(lanes, false, context.options.compression)?;
+        self.apply_settings(lanes, context.options.compression, [])?;
         if self.qemu.process().has_own_root() {
             self.link = QemuLink::pass(&mut self.qemu)?;
         }
@@ -186,32 +182,28 @@ impl QmpDestination {
     /// Has QEMU load the image in `file` itself and stay paused. The file is passed as a descriptor, so QEMU
     /// needs no permission for its path.
     pub(super) fn load(&mut self, file: &File, lanes: usize) -> Result<(), Error> {
-        self.apply_settings(lanes, true, Compression::None)?;
+        self.apply_settings(lanes, Compression::None, [(Capability::MAPPED_RAM, true)])?;
         let add = AddFd { fdset_id: None, opaque: Some("towline image".into()) };
         let added = self.qemu.client().execute_with_fds(&add, &[file.as_fd()])?;
         self.fdset = Some(added.fdset_id);
         self.listen(format!("file:/dev/fdset/{}", added.fdset_id))
     }
 
-    fn settings(&self, lanes: usize, mapped_ram: bool, compression: Compression) -> MigrationSettings {
-        let known = &self.facts().capabilities;
-        let mut capabilities: BTreeMap<_, _> = basic_capabilities(known).collect();
-        capabilities.insert(Capability::MULTIFD, lanes > 0);
-        if known.contains_key(&Capability::MAPPED_RAM) {
-            capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
-        }
-        let parameters =
-            MigrationParameters { mode: self.facts().normal_mode(), ..lane_parameters(compression, lanes) };
-        MigrationSettings { capabilities, parameters }
-    }
-
+    /// Applies the settings of every destination, and these.
     fn apply_settings(
         &mut self,
         lanes: usize,
-        mapped_ram: bool,
         compression: Compression,
+        further: impl IntoIterator<Item = (Capability, bool)>,
     ) -> Result<(), Error> {
-        let settings = self.settings(lanes, mapped_ram, compression);
+        // The guest is on its way.
+        self.exports.iter().for_each(DiskExports::expect_ends);
+        let mut capabilities: BTreeMap<_, _> = basic_capabilities(&self.facts().capabilities).collect();
+        capabilities.insert(Capability::MULTIFD, lanes > 0);
+        capabilities.extend(further);
+        let parameters =
+            MigrationParameters { mode: self.facts().normal_mode(), ..lane_parameters(compression, lanes) };
+        let settings = MigrationSettings { capabilities, parameters };
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         Ok(())
     }
@@ -279,37 +271,37 @@ impl QmpDestination {
     pub(super) fn query_status(&mut self) -> DestinationStatus {
         let found = self.qemu.try_query(Qemu::migration_and_status);
         // Without a reply it is not known to be.
-        let status =
-            found.as_ref().ok().and_then(Option::as_ref).and_then(|(found, _)| found.status.as_ref());
-        self.is_interrupted = status == Some(&MigrationStatus::POSTCOPY_PAUSED);
-        match found {
-            Ok(None) => DestinationStatus::Unknown,
-            Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
-                DestinationStatus::Failed
-            }
-            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationStatus::Loading,
-            Ok(Some((migration, status)))
-                if migration.status.as_ref().is_some_and(MigrationStatus::is_postcopy) =>
-            {
-                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live(&status)))
-            }
-            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
-            Ok(Some(_)) => DestinationStatus::Loaded,
-            Err(_) if self.qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
+        self.is_interrupted = false;
+        let (migration, status) = match found {
+            Ok(Some((migration, status))) => (migration.status, status),
+            Ok(None) => return DestinationStatus::Unknown,
+            Err(_) if self.qemu.has_exited(ENDED_TIMEOUT) => return DestinationStatus::Exited,
             Err(error) => {
                 tracing::debug!(%error, "the destination does not reply");
-                DestinationStatus::Unknown
+                return DestinationStatus::Unknown;
             }
+        };
+        self.is_interrupted = migration == Some(MigrationStatus::POSTCOPY_PAUSED);
+        match migration {
+            Some(migration) if migration == MigrationStatus::FAILED => DestinationStatus::Failed,
+            _ if status.status == RunState::INMIGRATE => DestinationStatus::Loading,
+            Some(migration) if migration.is_postcopy() => {
+                DestinationStatus::LacksMemory(FinalRunState::running_if(is_live(&status)))
+            }
+            _ if is_live(&status) => DestinationStatus::Running,
+            _ => DestinationStatus::Loaded,
         }
     }
 
     /// Error of a guest that is not in its final state after this time.
     pub(super) fn not_completed(&mut self, waited: Duration) -> Error {
-        let socket = self.qemu.socket().to_owned();
         let migration = self.qemu.try_query(Qemu::migration).ok().flatten();
         let status = migration.and_then(|migration| migration.status);
-        let status = status.as_ref().map_or("nothing", MigrationStatus::as_str).to_owned();
-        Error::NotCompleted { socket, status, waited }
+        self.not_after(status.as_ref().map_or("nothing", MigrationStatus::as_str), waited)
+    }
+
+    fn not_after(&self, status: &str, waited: Duration) -> Error {
+        Error::NotCompleted { socket: self.qemu.socket().to_owned(), status: status.to_owned(), waited }
     }
 
     /// Waits until the guest, all of which was sent, is loaded.
@@ -326,8 +318,7 @@ impl QmpDestination {
                 Ok(false) | Err(_) => {}
             }
             if Instant::now() >= deadline {
-                let (socket, status) = (self.qemu.socket().to_owned(), RunState::INMIGRATE.as_str().into());
-                return Err(Error::NotCompleted { socket, status, waited: LOADED_TIMEOUT });
+                return Err(self.not_after(RunState::INMIGRATE.as_str(), LOADED_TIMEOUT));
             }
             std::thread::sleep(POLL_INTERVAL);
         }

@@ -13,15 +13,15 @@ mod postcopy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_migration::silence_max;
 use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
 use super::destination::HeldGuest;
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{ABORTS_ASLEEP, Error, Failure};
+use super::frames::received;
 use super::outcomes::{GuestAfterFailure, SourceCategory};
-use super::peer::{PeerReply, PeerSession};
+use super::peer::PeerSession;
 use super::progress::{CopyReport, DestinationState, PostcopyReport, SourceState};
 use super::shared_switchover::SharedSwitchover;
 use super::source::GuestAction;
@@ -155,18 +155,11 @@ impl<'a> Executor<'a> {
             peer.beat_until_outcome();
         }
         // The source may be cancelled if this end is silent.
-        if self.are_qemus_connected()
+        if self.switchover.state().are_qemus_connected()
             && let Some(peer) = &mut self.source_peer
         {
             peer.beat_until_report();
         }
-    }
-
-    fn are_qemus_connected(&self) -> bool {
-        matches!(
-            self.switchover.state().request().memory,
-            MemorySharing::Connected | MemorySharing::ConnectedPostcopy
-        )
     }
 
     fn handle_cancel(&mut self) {
@@ -223,40 +216,38 @@ impl<'a> Executor<'a> {
 
     /// Waits for the other towline; returns only after an event.
     fn await_peer(&mut self) -> Input {
-        let silence_max = silence_max(self.context.options.peer_timeout);
         loop {
             let stuck = self.watch_following_source();
             let awaits_outcome = self.switchover.state().awaits_source_outcome();
-            let (reply, silence) = match (&mut self.source_peer, &mut self.destination_peer) {
-                (Some(peer), _) if awaits_outcome => (peer.receive_outcome(), peer.silence()),
+            let reply = match (&mut self.source_peer, &mut self.destination_peer) {
+                (Some(peer), _) if awaits_outcome => {
+                    received(peer, self.context, PeerSession::receive_outcome)
+                }
                 (_, Some(peer)) => {
-                    let reply = peer.receive_report();
+                    let report = received(peer, self.context, PeerSession::receive_report);
                     let reason = peer.not_run.take().map(|reason| Error::PeerDidNotRun { reason });
                     self.error = self.error.take().or(reason);
-                    (reply, peer.silence())
+                    report
                 }
                 _ => return Input::PeerLost,
             };
             match reply {
-                PeerReply::Message(message) => {
+                Ok(Some(message)) => {
                     // From here on the source waits for the report.
                     if let Some(peer) = self.source_peer.as_mut().filter(|_| awaits_outcome) {
                         peer.beat_until_report();
                     }
                     return Input::Peer(message);
                 }
-                PeerReply::Nothing
-                    if silence >= silence_max
-                        || self.waited() >= PEER_REPORT_TIMEOUT && !self.has_switched() =>
-                {
-                    let waited = if silence >= silence_max { silence } else { self.waited() };
-                    return self.fail(Error::PeerSilent { waited }, Input::TimedOut);
+                Ok(None) if self.waited() >= PEER_REPORT_TIMEOUT && !self.has_switched() => {
+                    return self.fail(Error::PeerSilent { waited: self.waited() }, Input::TimedOut);
                 }
-                PeerReply::Nothing => match stuck {
+                Ok(None) => match stuck {
                     Some(input) => return input,
                     None => self.handle_cancel(),
                 },
-                PeerReply::Lost(error) => return self.fail(error, Input::PeerLost),
+                Err(error @ Error::PeerSilent { .. }) => return self.fail(error, Input::TimedOut),
+                Err(error) => return self.fail(error, Input::PeerLost),
             }
         }
     }

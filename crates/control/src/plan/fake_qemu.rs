@@ -13,7 +13,6 @@ use towline_channel::Cancel;
 use towline_qmp::{CommandError, Commands, Server};
 
 use super::context::Context;
-use super::progress::Observer;
 use super::request::CopyRequest;
 use crate::lock::lock;
 
@@ -43,14 +42,9 @@ const NAMES: [&str; 21] = [
 const RAM_BLOCKS: &str =
     "              Block Name    PSize              Offset               Used              Total\n";
 
-/// An observer that keeps nothing.
-pub(super) struct Silent;
-
-impl Observer for Silent {}
-
 /// Runs `test` in the context of a copy that nothing cancels.
 pub(super) fn in_copy<T>(test: impl FnOnce(&Context<'_>) -> T) -> T {
-    test(&Context::new(&CopyRequest::default(), 0, &Cancel::new().unwrap(), &Silent))
+    test(&Context::new(&CopyRequest::default(), 0, &Cancel::new().unwrap(), &()))
 }
 
 /// Replies of the QEMU.

@@ -12,18 +12,8 @@ use super::peer::{PeerReply, PeerSession};
 /// Time in which the other towline has a QEMU listen, and records that it awaits the guest.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits for a frame of the other towline, for this time at most.
+/// Waits for a frame of the other towline, for this time at most, unless it is cancelled.
 pub(super) fn await_frame<T>(
-    peer: &mut PeerSession,
-    within: Option<Duration>,
-    context: &Context<'_>,
-    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
-) -> Result<T, Error> {
-    await_frame_unless(context.cancel, peer, within, context, receive)
-}
-
-/// As [`await_frame`], with another cancellation than that of the copy.
-pub(super) fn await_frame_unless<T>(
     cancel: &Cancel,
     peer: &mut PeerSession,
     within: Option<Duration>,

@@ -23,8 +23,7 @@ use towline_migration::postcopy::{
 use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::{Context, connect_options};
-use super::destination::BREAK_AFTER;
-use super::destination::RecoveryState;
+use super::destination::{BREAK_AFTER, RECOVER_INTERVAL, RecoveryState};
 use super::endpoint::{self, SourceControl};
 use super::ends::{Destination, Source};
 use super::engine::{run_supervised, watch};
@@ -34,8 +33,7 @@ use super::progress::{CopyPhase, CopyReport, DestinationState, PostcopyReport, P
 use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
 use crate::switchover::{
-    DestinationStatus, Directive, FinalRunState, GuestRunState, Input, LossCause, MemoryLoss, MemorySharing,
-    SourceKind,
+    Directive, FinalRunState, GuestRunState, Input, LossCause, MemoryLoss, MemorySharing, SourceKind,
 };
 use target::Target;
 use unreadable::Attempts;
@@ -45,8 +43,6 @@ const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Time for which a starting guest is queried at the short interval.
 const START_POLL_TIME: Duration = Duration::from_secs(2);
-/// Interval of attempts to recover.
-const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of consecutive connections without progress.
 const IDLE_RECOVERIES_MAX: u32 = 5;
 
@@ -290,12 +286,11 @@ impl<'a> Restore<'a> {
         let mut was_notified = false;
         while self.idle < IDLE_RECOVERIES_MAX {
             match self.target.recovery_state() {
-                Ok(RecoveryState::Completed) => return Input::Destination(self.target.query_status()),
-                Ok(RecoveryState::Failed(error)) => {
-                    self.error = Some(error);
-                    return Input::Destination(DestinationStatus::Failed);
+                RecoveryState::Ended { status, error } => {
+                    self.error = error;
+                    return Input::Destination(status);
                 }
-                Ok(RecoveryState::Listening(address)) => match self.try_recover(&address) {
+                RecoveryState::Listening(address) => match self.try_recover(&address) {
                     Ok(running) => {
                         self.running = Some(running);
                         self.context.observer.notice(&format!("{}; connected again", self.reason));
@@ -304,14 +299,7 @@ impl<'a> Restore<'a> {
                     Err(Error::Migration(error)) => self.reason = error,
                     Err(error) => tracing::debug!(%error, "not recovered yet"),
                 },
-                Ok(RecoveryState::NotReady) => {}
-                Err(error) => {
-                    let status = self.target.query_status();
-                    if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
-                        self.error = Some(error);
-                    }
-                    return Input::Destination(status);
-                }
+                RecoveryState::NotReady => {}
             }
             if started.elapsed() >= BREAK_AFTER && !was_notified {
                 was_notified = true;

@@ -23,7 +23,7 @@ use super::destination::{QmpDestination, RecoveryState};
 use super::error::Error;
 use super::error_origin;
 use super::forward::{FarEnds, Forwarder, at_port};
-use super::frames::{ANSWER_TIMEOUT, await_frame_unless};
+use super::frames::{ANSWER_TIMEOUT, await_frame};
 use super::peer::PeerSession;
 use super::source::QmpSource;
 use crate::switchover::{DestinationStatus, Input, SourceStatus};
@@ -143,7 +143,7 @@ impl DepartingWay<'_> {
         peer.send_outcome(FromSource::Hello(id))?;
         peer.beat_until_outcome();
         let receive = PeerSession::receive_from_destination;
-        let frame = await_frame_unless(cancel, &mut peer, Some(ANSWER_TIMEOUT), context, receive)?;
+        let frame = await_frame(cancel, &mut peer, Some(ANSWER_TIMEOUT), context, receive)?;
         match frame {
             FromDestination::Awaits => Ok(Reconnected { peer, has_everything: true }),
             FromDestination::Listens(port) => {
@@ -176,13 +176,12 @@ impl ArrivingWay {
         let begun = Instant::now();
         let within = context.options.recover_timeout;
         let listening = match to.listen_again(within) {
-            Ok(RecoveryState::Listening(address)) => Some(address),
-            Ok(RecoveryState::Completed) => None,
-            Ok(RecoveryState::Failed(error)) => {
-                return Err(NotReconnected::new(error, Input::Destination(DestinationStatus::Failed)));
+            RecoveryState::Listening(address) => Some(address),
+            RecoveryState::Ended { error: None, .. } => None,
+            RecoveryState::Ended { status, error: Some(error) } => {
+                return Err(NotReconnected::new(error, Input::Destination(status)));
             }
-            Ok(RecoveryState::NotReady) => return Err(not_accepted(to, begun)),
-            Err(error) => return Err(NotReconnected::new(error, Input::Destination(to.query_status()))),
+            RecoveryState::NotReady => return Err(not_accepted(to, begun)),
         };
         loop {
             match self.accept(listening.as_ref(), id, context) {
@@ -209,7 +208,7 @@ impl ArrivingWay {
         let channel: Arc<dyn Channel> = Arc::from(self.listener.accept(until, &never)?);
         let mut peer = PeerSession::new(channel);
         let left = Some(until.saturating_duration_since(Instant::now()));
-        let hello = await_frame_unless(&never, &mut peer, left, context, PeerSession::receive_from_source)?;
+        let hello = await_frame(&never, &mut peer, left, context, PeerSession::receive_from_source)?;
         if hello != FromSource::Hello(id) {
             return Err(peer.unexpected(&hello));
         }

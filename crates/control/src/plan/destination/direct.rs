@@ -11,7 +11,7 @@ use super::super::error::Error;
 use super::super::forward::at_port;
 use super::super::request::Direct;
 use super::QmpDestination;
-use crate::qemu::{AppliedSettings, Qemu};
+use crate::qemu::Qemu;
 use crate::switchover::DestinationStatus;
 
 /// Time in which a QEMU whose towline was killed makes its connections.
@@ -45,13 +45,8 @@ impl QmpDestination {
     }
 
     fn apply_direct(&mut self, how: &Direct, context: &Context<'_>) -> Result<(), Error> {
-        if let Some(exports) = &self.exports {
-            exports.expect_ends();
-        }
-        let mut settings = self.settings(context.lanes(), false, context.options.compression);
-        settings.capabilities.extend(how.capabilities.iter().map(|name| (name.clone(), true)));
-        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        Ok(())
+        let capabilities = how.capabilities.iter().map(|name| (name.clone(), true));
+        self.apply_settings(context.lanes(), context.options.compression, capabilities)
     }
 
     /// The reason for which QEMU could not load the guest, if it reports one.

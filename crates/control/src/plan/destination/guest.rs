@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use towline_qmp::commands::{RemoveFd, RunState, Status};
+use towline_qmp::commands::{RemoveFd, RunState};
 
 use super::super::error::Error;
 use super::super::error_origin;
@@ -21,7 +21,10 @@ impl QmpDestination {
         let (mut first, error) = match self.qemu.cont_and_status().map_err(Error::from) {
             Ok(status) => (Some(status), None),
             Err(error) if error_origin::is_timeout(&error) => (None, Some(error)),
-            Err(error) => return Err(self.not_run(error)),
+            Err(error) if error_origin::is_refusal(&error) => {
+                return Err(self.not_started(StartResult::Refused, error));
+            }
+            Err(error) => return Err(self.not_seen(error)),
         };
         let deadline = Instant::now() + LOADED_TIMEOUT;
         loop {
@@ -32,14 +35,16 @@ impl QmpDestination {
             match found {
                 Ok(Some(status)) if is_live(&status) => return Ok(StartResult::Live),
                 // A command without a reply may still be carried out.
-                Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),
-                Ok(_) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
-                Ok(Some(status)) => return Err(self.stopped_again(&status)),
+                Ok(found) if (found.is_none() || error.is_some()) && Instant::now() < deadline => {
+                    std::thread::sleep(POLL_INTERVAL);
+                }
+                Ok(Some(status)) => {
+                    let error = self.not_running(&status);
+                    return Err(self.not_started(StartResult::StoppedAgain, error));
+                }
                 Ok(None) => {
-                    let socket = self.qemu.socket().to_owned();
-                    let (status, waited) = ("nothing".into(), LOADED_TIMEOUT);
-                    let error = error.unwrap_or(Error::NotCompleted { socket, status, waited });
-                    return Err(StartFailure { started: StartResult::Unknown, error: Box::new(error) });
+                    let error = error.unwrap_or_else(|| self.not_after("nothing", LOADED_TIMEOUT));
+                    return Err(self.not_started(StartResult::Unknown, error));
                 }
                 Err(error) => return Err(self.not_seen(error.into())),
             }
@@ -55,42 +60,22 @@ impl QmpDestination {
         Ok(())
     }
 
-    fn stopped_again(&mut self, status: &Status) -> StartFailure {
+    /// Its guest was to be started.
+    fn not_started(&mut self, started: StartResult, error: Error) -> StartFailure {
         self.keep_settings();
-        let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-        StartFailure {
-            started: StartResult::StoppedAgain,
-            error: Box::new(Error::NotRunning { socket, status }),
-        }
+        StartFailure { started, error: Box::new(error) }
     }
 
     /// `cont` was not sent, for this reason.
     fn not_sent(&mut self, error: Error) -> StartFailure {
-        self.keep_settings();
         let has_exited = error_origin::is_monitor_lost(&error) && self.qemu.has_exited(ENDED_TIMEOUT);
-        let started = if has_exited { StartResult::ExitedBefore } else { StartResult::NotSent };
-        StartFailure { started, error: Box::new(error) }
-    }
-
-    /// `cont` failed.
-    fn not_run(&mut self, error: Error) -> StartFailure {
-        if error_origin::is_refusal(&error) {
-            self.keep_settings();
-            return StartFailure { started: StartResult::Refused, error: Box::new(error) };
-        }
-        self.not_seen(error)
+        self.not_started(if has_exited { StartResult::ExitedBefore } else { StartResult::NotSent }, error)
     }
 
     /// `cont` was sent, and its effect cannot be queried.
     fn not_seen(&mut self, error: Error) -> StartFailure {
-        self.keep_settings();
-        let started = match &error {
-            error if error_origin::is_monitor_lost(error) && self.qemu.has_exited(ENDED_TIMEOUT) => {
-                StartResult::Exited
-            }
-            _ => StartResult::Unknown,
-        };
-        StartFailure { started, error: Box::new(error) }
+        let has_exited = error_origin::is_monitor_lost(&error) && self.qemu.has_exited(ENDED_TIMEOUT);
+        self.not_started(if has_exited { StartResult::Exited } else { StartResult::Unknown }, error)
     }
 
     /// Restores QEMU's settings. Returns notices. This is the last query of a QEMU that has the guest.

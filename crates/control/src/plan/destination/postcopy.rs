@@ -9,36 +9,33 @@ use towline_migration::Compression;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_qmp as qmp;
-use towline_qmp::commands::{Capability, MigratePause, MigrateRecover, MigrationStatus, RunState};
+use towline_qmp::commands::{Capability, MigratePause, MigrateRecover, MigrationStatus, RunState, Status};
 
 use super::super::context::Context;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
 use super::{QmpDestination, RecoveryState};
-use crate::qemu::{self, AppliedSettings, Qemu};
-use crate::switchover::{FinalRunState, StartResult};
+use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 
 /// Delay before a QEMU that has not noticed the loss of its connection is notified.
 pub(in super::super) const BREAK_AFTER: Duration = Duration::from_secs(1);
 /// Interval of attempts to recover.
-const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
+pub(in super::super) const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of queries without a reply after which a QEMU is taken for blocked.
 const BLOCKED_QUERIES: usize = 6;
 
 impl QmpDestination {
     /// As [`QmpDestination::prepare`], for postcopy.
     pub(in super::super) fn prepare_postcopy(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
-        let options = qmp::Options { out_of_band: true, ..context.monitor() };
-        let qemu = Qemu::connect(path, &options)?;
+        let qemu = context.connect_qemu(path)?;
         context.require_paths(&qemu)?;
         Self::of(qemu)
     }
 
     /// Connects to a QEMU that runs a guest whose postcopy was interrupted.
     pub(in super::super) fn prepare_recovery(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
-        let options = qmp::Options { out_of_band: true, ..context.monitor() };
-        let qemu = Qemu::connect(path, &options).map_err(|error| match error.into() {
+        let qemu = context.connect_qemu(path).map_err(|error| match error.into() {
             error if error_origin::is_timeout(&error) => {
                 Error::BlockedMonitor { socket: path.display().to_string(), source: Box::new(error) }
             }
@@ -81,15 +78,10 @@ impl QmpDestination {
         lanes: usize,
         compression: Compression,
     ) -> Result<Address, Error> {
-        self.check_capabilities(requested_pages)?;
         let preempt = requested_pages == RequestedPages::PreemptChannel;
-        let mut settings = self.settings(lanes, false, compression);
-        settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
-        settings.capabilities.insert(Capability::EVENTS, true);
-        if preempt || self.facts().capabilities.contains_key(&Capability::POSTCOPY_PREEMPT) {
-            settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
-        }
-        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
+        let capabilities = [Capability::POSTCOPY_RAM, Capability::EVENTS].into_iter();
+        let capabilities = capabilities.chain(preempt.then_some(Capability::POSTCOPY_PREEMPT));
+        self.apply_settings(lanes, compression, capabilities.map(|name| (name, true)))?;
         match run_state {
             // Set while it waits: it runs even if it was started with -S.
             FinalRunState::Running => self.qemu.cont()?,
@@ -99,19 +91,6 @@ impl QmpDestination {
         self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
         Ok(self.link.address.clone())
-    }
-
-    fn check_capabilities(&self, requested_pages: RequestedPages) -> Result<(), Error> {
-        let preempts = requested_pages == RequestedPages::PreemptChannel;
-        let needed = [Some(Capability::POSTCOPY_RAM), preempts.then_some(Capability::POSTCOPY_PREEMPT)];
-        let known = &self.facts().capabilities;
-        match needed.into_iter().flatten().find(|capability| !known.contains_key(capability)) {
-            None => Ok(()),
-            Some(capability) => {
-                let (socket, version) = (self.qemu.socket().to_owned(), self.qemu.version_text());
-                Err(qemu::Error::UnknownCapability { capability, socket, version }.into())
-            }
-        }
     }
 
     /// Returns true if the guest runs; `None` if QEMU does not reply now, as when its main loop waits for a
@@ -127,7 +106,15 @@ impl QmpDestination {
     }
 
     /// Determines the state after the connection was lost, and has QEMU listen again if it can.
-    pub(in super::super) fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
+    pub(in super::super) fn recovery_state(&mut self) -> RecoveryState {
+        self.recovery().unwrap_or_else(|error| {
+            let status = self.query_status();
+            let is_there = matches!(status, DestinationStatus::Loaded | DestinationStatus::Running);
+            RecoveryState::Ended { status, error: Some(error).filter(|_| !is_there) }
+        })
+    }
+
+    fn recovery(&mut self) -> Result<RecoveryState, Error> {
         // Out of band: the main loop may wait for a page, and nothing else gets a reply then.
         let address = self.recovery_address(self.recoveries + 1);
         match self.qemu.client().execute_out_of_band(&MigrateRecover { uri: address.to_string() }) {
@@ -149,9 +136,12 @@ impl QmpDestination {
             return Ok(RecoveryState::NotReady);
         };
         Ok(match migration.status {
-            Some(status) if status == MigrationStatus::COMPLETED => RecoveryState::Completed,
+            Some(status) if status == MigrationStatus::COMPLETED => {
+                RecoveryState::Ended { status: self.query_status(), error: None }
+            }
             Some(status) if status == MigrationStatus::FAILED => {
-                RecoveryState::Failed(self.failed(migration.error_desc))
+                let error = Some(self.failed(migration.error_desc));
+                RecoveryState::Ended { status: DestinationStatus::Failed, error }
             }
             _ => RecoveryState::NotReady,
         })
@@ -159,13 +149,13 @@ impl QmpDestination {
 
     /// As [`Self::recovery_state`], until it listens or cannot, for this time at most. A QEMU that has not noticed the loss of its connection
     /// is notified.
-    pub(in super::super) fn listen_again(&mut self, within: Duration) -> Result<RecoveryState, Error> {
+    pub(in super::super) fn listen_again(&mut self, within: Duration) -> RecoveryState {
         let begun = Instant::now();
         let mut is_notified = false;
         loop {
-            match self.recovery_state()? {
+            match self.recovery_state() {
                 RecoveryState::NotReady if begun.elapsed() < within => {}
-                state => return Ok(state),
+                state => return state,
             }
             if begun.elapsed() >= BREAK_AFTER && !is_notified {
                 is_notified = true;
@@ -209,8 +199,12 @@ impl QmpDestination {
         if super::is_live(&status) {
             return Ok(());
         }
-        let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-        Err(Error::NotRunning { socket, status })
+        Err(self.not_running(&status))
+    }
+
+    /// The error of a guest that was to run.
+    pub(super) fn not_running(&self, status: &Status) -> Error {
+        Error::NotRunning { socket: self.qemu.socket().to_owned(), status: status.status.as_str().into() }
     }
 
     /// Leaves QEMU's settings unchanged, for a later recovery.

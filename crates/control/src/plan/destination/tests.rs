@@ -29,7 +29,7 @@ fn a_destination_is_stopped_and_told_to_lock_late_before_it_listens() {
                 .start_postcopy(RequestedPages::MainChannel, FinalRunState::Paused, 0, Compression::None)
                 .unwrap();
         } else {
-            destination.apply_settings(0, false, Compression::None).unwrap();
+            destination.apply_settings(0, Compression::None, []).unwrap();
             destination.listen("unix:/nowhere".into()).unwrap();
         }
         assert!(fake.has("late-block-activate"));

@@ -45,7 +45,6 @@ pub(super) fn copy(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let target = QmpDestination::prepare(to, context).map_err(Failure::untouched)?;
-    context.report_repair(&target.qemu);
     if how.permits_postcopy() && context.lanes() > 0 {
         check_multifd_with_postcopy(&target.qemu).map_err(Failure::untouched)?;
     }
@@ -106,7 +105,8 @@ fn receive(
     let source = RecordedSource::elsewhere(end);
     switchover.keep_record(RecordedEnds { source, destination: destination.move_end() }, context)?;
     let peer = way.session.insert(PeerSession::new(channel));
-    let hello = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_source)?;
+    let hello =
+        await_frame(context.cancel, peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_source)?;
     let FromSource::Hello(id) = hello else { return Err(peer.unexpected(&hello)) };
     switchover.source_reports(id);
     peer.beat_until_report();
@@ -123,7 +123,7 @@ fn receive(
     peer.send_report(&FromDestination::Listens(port))?;
     peer.beat_until_report();
     context.observer.phase(CopyPhase::Transfer);
-    let guest = match await_frame(peer, None, context, PeerSession::receive_from_source)? {
+    let guest = match await_frame(context.cancel, peer, None, context, PeerSession::receive_from_source)? {
         FromSource::Stopped(guest) => guest,
         FromSource::Aborted => return Err(Error::PeerGaveUp),
         other => return Err(peer.unexpected(&other)),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use towline_channel::{Address, Channel, connect_with};
+use towline_channel::{Address, connect_with};
 use towline_migration::Sink;
 use towline_protocol::session::{FromDestination, FromSource};
 
@@ -28,7 +28,6 @@ use crate::switchover::{DestinationKind, Directive, GuestRunState, Input, Source
 struct OtherHost {
     /// Its name in records.
     name: String,
-    channel: Option<Arc<dyn Channel>>,
     session: Option<PeerSession>,
     /// The way of an encrypted stream.
     forwarder: Option<Forwarder>,
@@ -37,7 +36,7 @@ struct OtherHost {
 impl OtherHost {
     fn new(to: &Address, context: &Context<'_>) -> Self {
         let name = context.options.peer_name.clone().unwrap_or_else(|| to.to_string());
-        Self { name, channel: None, session: None, forwarder: None }
+        Self { name, session: None, forwarder: None }
     }
 }
 
@@ -46,16 +45,8 @@ impl DestinationEndpoint for OtherHost {
         DestinationKind::Towline
     }
 
-    fn move_end(&self) -> MoveEnd {
-        MoveEnd::Peer { address: self.name.clone() }
-    }
-
     fn sink(&self) -> &dyn Sink {
         unreachable!("its QEMU receives the stream")
-    }
-
-    fn channel(&self) -> Option<Arc<dyn Channel>> {
-        self.channel.clone()
     }
 
     fn stored_state(&self) -> DestinationState {
@@ -71,7 +62,6 @@ pub(super) fn copy(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
-    context.report_repair(&source.qemu);
     if how.permits_postcopy() {
         source.prepare_switch(context).map_err(Failure::untouched)?;
     }
@@ -96,7 +86,7 @@ pub(super) fn copy(
     let way = recovers.then(|| DepartingWay { to, forwarder: there.forwarder.take(), is_own: true });
     let control = SourceControl::Qemu(&mut source);
     let mut executor = Executor::new(&switchover, control, &mut there, context);
-    executor.destination_peer = session.or(executor.destination_peer);
+    executor.destination_peer = session;
     executor.way = way.map(Way::Departure);
     let report = executor.conclude(sent)?;
     source.report_missed_zero_copy(context);
@@ -136,18 +126,18 @@ fn send(
     context.observer.phase(CopyPhase::Connect);
     let deadline = Instant::now() + context.options.connect_timeout;
     let channel = connect_with(to, deadline, context.cancel, &connect_options(context.options)?)?;
-    let channel: Arc<dyn Channel> = Arc::from(channel);
-    there.channel = Some(Arc::clone(&channel));
+    let peer = there.session.insert(PeerSession::new(Arc::from(channel)));
     let way = match &context.options.tls {
         Some(Tls::OneTime(credentials)) if how.permits_postcopy() => Some(RecordedWay::new(to, credentials)),
         _ => None,
     };
     let recorded = RecordedSource { way, ..source.recorded() };
-    switchover.keep_record(RecordedEnds { source: recorded, destination: there.move_end() }, context)?;
-    let peer = there.session.insert(PeerSession::new(channel));
+    let destination = MoveEnd::Peer { address: there.name.clone() };
+    switchover.keep_record(RecordedEnds { source: recorded, destination }, context)?;
     peer.send_outcome(FromSource::Hello(switchover.id()))?;
     peer.beat_until_outcome();
-    let listens = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_destination)?;
+    let receive = PeerSession::receive_from_destination;
+    let listens = await_frame(context.cancel, peer, Some(ANSWER_TIMEOUT), context, receive)?;
     let FromDestination::Listens(port) = listens else { return Err(peer.unexpected(&listens)) };
     let address = at_port(to, port);
     if how.is_encrypted {
@@ -164,7 +154,7 @@ fn send(
     peer.send_outcome(FromSource::Stopped(guest))?;
     // It awaits the outcome from its answer on, and the record and QEMU take their time.
     peer.beat_until_outcome();
-    let awaits = await_frame(peer, Some(ANSWER_TIMEOUT), context, PeerSession::receive_from_destination)?;
+    let awaits = await_frame(context.cancel, peer, Some(ANSWER_TIMEOUT), context, receive)?;
     if awaits != FromDestination::Awaits {
         return Err(peer.unexpected(&awaits));
     }
@@ -209,7 +199,7 @@ mod tests {
     use towline_channel::{Cancel, Listener};
     use towline_migration::HEARTBEAT_INTERVAL;
 
-    use super::super::super::fake_qemu::{FakeQemu, Silent};
+    use super::super::super::fake_qemu::FakeQemu;
     use super::super::super::peer::PeerReply;
     use super::super::super::request::CopyRequest;
     use super::*;
@@ -221,13 +211,14 @@ mod tests {
         let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
         let how = Direct { is_encrypted: false, capabilities: Vec::new() };
         let options = CopyRequest { direct: Some(how.clone()), ..CopyRequest::default() };
-        let context = Context::new(&options, 0, &cancel, &Silent);
+        let context = Context::new(&options, 0, &cancel, &());
         let (moved, longest) = thread::scope(|scope| {
             let moves = scope.spawn(|| copy(&fake.path(), listener.local_address(), &how, &context));
             let channel = listener.accept(Instant::now() + ANSWER_TIMEOUT, &cancel).unwrap();
             let mut peer = PeerSession::new(Arc::from(channel));
-            let await_source =
-                |peer: &mut _| await_frame(peer, None, &context, PeerSession::receive_from_source).unwrap();
+            let await_source = |peer: &mut _| {
+                await_frame(context.cancel, peer, None, &context, PeerSession::receive_from_source).unwrap()
+            };
             assert!(matches!(await_source(&mut peer), FromSource::Hello(_)));
             fake.script().migration = Some("pre-switchover");
             fake.script().delayed = Some(("migrate-continue", HEARTBEAT_INTERVAL * 5 / 2));

@@ -99,7 +99,6 @@ impl QemuDestination {
         context: &Context<'_>,
     ) -> Result<Self, Error> {
         let mut qemu = QmpDestination::prepare(path, context)?;
-        context.report_repair(&qemu.qemu);
         if let Some(guest) = &description.guest {
             guest.check(&mut qemu.qemu, context)?;
         }

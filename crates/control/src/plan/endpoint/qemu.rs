@@ -57,7 +57,6 @@ impl QemuSource {
     /// Connects to it, and checks that its guest can be copied.
     pub(in super::super) fn new(path: &Path, context: &Context<'_>) -> Result<Self, Failure> {
         let qmp = QmpSource::prepare(path, context).map_err(query_failed)?;
-        context.report_repair(&qmp.qemu);
         Ok(Self { qmp, incoming: IncomingStream::default() })
     }
 

@@ -239,7 +239,6 @@ impl DestinationEndpoint for StreamDestination {
 mod tests {
     use towline_channel::{Cancel, ChannelExt as _, ConnectOptions, IoBuf, SendFlags, connect_with};
 
-    use super::super::super::fake_qemu::Silent;
     use super::super::super::request::CopyRequest;
     use super::*;
 
@@ -249,7 +248,7 @@ mod tests {
         let (place, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
         let connect_timeout = Duration::from_millis(300);
         let options = CopyRequest { connect_timeout, ..CopyRequest::default() };
-        let context = Context::new(&options, 1, &cancel, &Silent);
+        let context = Context::new(&options, 1, &cancel, &());
         let address = Address::Unix(place.path().join("stream"));
         let error = std::thread::scope(|scope| {
             let listening = scope.spawn(|| listen(&address, &context).map(drop).unwrap_err());

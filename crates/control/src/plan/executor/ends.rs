@@ -3,12 +3,13 @@
 use std::thread;
 use std::time::Duration;
 
-use towline_migration::{probe_link, silence_max};
+use towline_migration::probe_link;
 
-use super::super::destination::StartFailure;
+use super::super::destination::{LOADED_TIMEOUT, StartFailure};
 use super::super::endpoint::SourceControl;
 use super::super::error::Error;
-use super::super::peer::PeerReply;
+use super::super::frames::received;
+use super::super::peer::PeerSession;
 use super::super::progress::CopyPhase;
 use super::super::source::{CopyEnd, GuestAction};
 use super::Executor;
@@ -20,8 +21,6 @@ use crate::switchover::{
 const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Timeout for a source to complete or fail its migration; one that another party drives closes its connection then.
 const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout for a destination that has everything to load it.
-const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 impl Executor<'_> {
@@ -52,16 +51,11 @@ impl Executor<'_> {
 
     /// The reason for which the towline of the other host does not drive the QEMU there any more, to which this one sends.
     fn lost_peer(&mut self) -> Option<Error> {
-        if !self.are_qemus_connected() || !self.switchover.state().awaits_source_outcome() {
+        let state = self.switchover.state();
+        if !state.are_qemus_connected() || !state.awaits_source_outcome() {
             return None;
         }
-        let silence_max = silence_max(self.context.options.peer_timeout);
-        let peer = self.destination_peer.as_mut()?;
-        match peer.glance_at_destination() {
-            PeerReply::Lost(error) => Some(error),
-            _ if peer.silence() >= silence_max => Some(Error::PeerSilent { waited: peer.silence() }),
-            _ => None,
-        }
+        received(self.destination_peer.as_mut()?, self.context, PeerSession::glance_at_destination).err()
     }
 
     pub(super) fn probe_link(&mut self) -> Input {
@@ -198,9 +192,9 @@ impl Executor<'_> {
         let action = if is_asleep { GuestAction::Leave } else { requested };
         let SourceControl::Qemu(source) = &mut self.source else { return Input::Done };
         match source.restore(action, end) {
-            Ok(released) => {
-                self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
-                self.notes.extend(released.notes);
+            Ok(notes) => {
+                self.downtime_ms = source.reported_downtime().or(self.downtime_ms);
+                self.notes.extend(notes);
                 if action == requested {
                     return Input::Done;
                 }

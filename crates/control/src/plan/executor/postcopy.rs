@@ -3,14 +3,14 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_migration::silence_max;
 use towline_protocol::session::FromDestination;
 
-use super::super::destination::RecoveryState;
+use super::super::destination::{RECOVER_INTERVAL, RecoveryState};
 use super::super::endpoint::SourceControl;
 use super::super::error::Error;
 use super::super::error_origin;
-use super::super::peer::PeerReply;
+use super::super::frames::received;
+use super::super::peer::PeerSession;
 use super::super::progress::{CopyPhase, PostcopyReport};
 use super::super::way::{NotReconnected, Way};
 use super::Executor;
@@ -26,17 +26,6 @@ const LISTEN_TIME: Duration = Duration::from_secs(2);
 const BRIEF: Duration = Duration::from_secs(5);
 /// Brief connections in a row after which there is no further one.
 const BRIEF_CONNECTIONS_MAX: u32 = 16;
-/// Interval of attempts to recover.
-const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
-
-/// Loss for which two hosts are connected again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Loss {
-    /// A part of the guest's memory, or the report that its source has switched.
-    OfMemory,
-    /// The confirmation of the report that it is at its destination.
-    OfReport,
-}
 
 impl Executor<'_> {
     pub(super) fn is_postcopy(&self) -> bool {
@@ -78,18 +67,16 @@ impl Executor<'_> {
         if !self.has_switched() {
             return None;
         }
-        let silence_max = silence_max(self.context.options.peer_timeout);
         let peer = self.source_peer.as_mut()?;
-        let error = match peer.receive_outcome() {
-            PeerReply::Nothing if peer.silence() < silence_max => return None,
-            PeerReply::Nothing => Error::PeerSilent { waited: peer.silence() },
+        let error = match received(peer, self.context, PeerSession::receive_outcome) {
+            Ok(None) => return None,
             // Once more, of a source that is connected again.
-            PeerReply::Message(PeerMessage::Completed(_)) => {
+            Ok(Some(PeerMessage::Completed(_))) => {
                 peer.beat_until_report();
                 return None;
             }
-            PeerReply::Message(message) => peer.unexpected(&message),
-            PeerReply::Lost(error) => error,
+            Ok(Some(message)) => peer.unexpected(&message),
+            Err(error) => error,
         };
         Some(self.fail(error, Input::PeerLost))
     }
@@ -178,8 +165,14 @@ impl Executor<'_> {
 
     /// Has the destination listen again, and the source connect to it.
     pub(super) fn recover(&mut self) -> Input {
-        if self.way.is_some() {
-            return self.reconnect(Loss::OfMemory);
+        match self.way {
+            Some(Way::Departure(_)) => {
+                return self.reconnect("lost the other host before it had all of the guest's memory");
+            }
+            Some(Way::Arrival(_)) => {
+                return self.reconnect("lost the guest's source, which has a part of its memory");
+            }
+            None => {}
         }
         let (begun, cancel) = (Instant::now(), self.context.cancel);
         let was_cancelled = cancel.is_cancelled();
@@ -189,11 +182,11 @@ impl Executor<'_> {
         self.postcopy.recoveries += 1;
         loop {
             match to.qmp.listen_again(LISTEN_TIME) {
-                Ok(RecoveryState::Completed) => return Input::Destination(to.qmp.query_status()),
-                Ok(RecoveryState::Failed(error)) => {
-                    return self.fail(error, Input::Destination(DestinationStatus::Failed));
+                RecoveryState::Ended { status, error } => {
+                    self.error = self.error.take().or(error);
+                    return Input::Destination(status);
                 }
-                Ok(RecoveryState::Listening(address)) => match source.resume_to(&address) {
+                RecoveryState::Listening(address) => match source.resume_to(&address) {
                     Ok(()) => {
                         self.context.observer.notice("the QEMUs lost their connection; connected again");
                         return Input::Done;
@@ -202,14 +195,7 @@ impl Executor<'_> {
                     Err(error) if error_origin::is_monitor_lost(&error) => return Input::Done,
                     Err(error) => tracing::debug!(%error, "the source does not resume yet"),
                 },
-                Ok(RecoveryState::NotReady) => {}
-                Err(error) => {
-                    let status = to.qmp.query_status();
-                    if !matches!(status, DestinationStatus::Loaded | DestinationStatus::Running) {
-                        self.error.get_or_insert(error);
-                    }
-                    return Input::Destination(status);
-                }
+                RecoveryState::NotReady => {}
             }
             if cancel.is_cancelled() && !was_cancelled {
                 self.cancel_handled = true;
@@ -228,15 +214,14 @@ impl Executor<'_> {
         if !self.has_switched() || !matches!(self.way, Some(Way::Arrival(_))) {
             return false;
         }
-        let silence_max = silence_max(self.context.options.peer_timeout);
         while let Some(peer) = &mut self.source_peer {
-            match peer.receive_outcome() {
-                PeerReply::Lost(_) if peer.is_ended => return true,
-                PeerReply::Nothing if peer.silence() >= silence_max => {}
-                PeerReply::Lost(_) => {}
-                PeerReply::Nothing | PeerReply::Message(_) => continue,
+            match received(peer, self.context, PeerSession::receive_outcome) {
+                Ok(_) => continue,
+                Err(_) if peer.is_ended => return true,
+                Err(_) => {}
             }
-            if self.reconnect(Loss::OfReport) != Input::Done {
+            let loss = "the guest is here, and its source has not confirmed that it knows";
+            if self.reconnect(loss) != Input::Done {
                 self.error = None;
                 return false;
             }
@@ -250,7 +235,7 @@ impl Executor<'_> {
     }
 
     /// Connects the two hosts again, unless that lasts for a moment only, again and again.
-    fn reconnect(&mut self, loss: Loss) -> Input {
+    fn reconnect(&mut self, loss: &str) -> Input {
         let is_brief = self.reconnected_at.is_some_and(|at| at.elapsed() < BRIEF);
         self.brief_connections = if is_brief { self.brief_connections + 1 } else { 0 };
         if self.brief_connections >= BRIEF_CONNECTIONS_MAX {
@@ -264,21 +249,12 @@ impl Executor<'_> {
         let reason = self.error.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let within = context.options.recover_timeout.as_secs_f64();
         let begun = Instant::now();
-        let notice = |what: &str| {
-            context
-                .observer
-                .notice(&format!("{what}{reason}; it is connected to again within {within:.0} s"));
-        };
+        context.observer.notice(&format!("{loss}{reason}; it is connected to again within {within:.0} s"));
         let (connected, peer) = match (&mut self.way, &mut self.source, self.destination.qemu()) {
             (Some(Way::Departure(way)), SourceControl::Qemu(source), _) => {
-                notice("lost the other host before it had all of the guest's memory");
                 (way.reconnect(source, id, context), &mut self.destination_peer)
             }
             (Some(Way::Arrival(way)), _, Some(to)) => {
-                notice(match loss {
-                    Loss::OfMemory => "lost the guest's source, which has a part of its memory",
-                    Loss::OfReport => "the guest is here, and its source has not confirmed that it knows",
-                });
                 (way.reconnect(&mut to.qmp, id, context), &mut self.source_peer)
             }
             _ => return Input::NotDone,

@@ -4,7 +4,7 @@ use towline_migration::Sink;
 
 use super::super::destination::StartFailure;
 use super::super::endpoint::DestinationEndpoint;
-use super::super::fake_qemu::{FakeQemu, Silent, in_copy};
+use super::super::fake_qemu::{FakeQemu, in_copy};
 use super::super::recorder::tests::stage;
 use super::super::request::{CopyRequest, RequestedPages};
 use super::super::shared_switchover::tests::recording;
@@ -93,7 +93,7 @@ impl Case {
     ) -> Result<CopyReport, Failure> {
         let options = CopyRequest::default();
         let cancel = Cancel::new().unwrap();
-        let context = &Context::new(&options, 0, &cancel, &Silent);
+        let context = &Context::new(&options, 0, &cancel, &());
         let mut qemu = self.sent(context);
         self.script(source);
         let switchover =
@@ -169,7 +169,7 @@ fn a_source_that_has_failed_has_its_guest_when_it_is_resumed() {
     let options = CopyRequest::default();
     let cancel = Cancel::new().unwrap();
     let case = Case::new(DestinationStatus::Loaded, None);
-    let mut qemu = case.sent(&Context::new(&options, 0, &cancel, &Silent));
+    let mut qemu = case.sent(&Context::new(&options, 0, &cancel, &()));
     for (status, expected) in
         [("finish-migrate", SourceStatus::Migrating), ("running", SourceStatus::HasGuest)]
     {
@@ -227,7 +227,7 @@ fn a_refused_start_is_undone_only_in_shared_memory() {
 #[test]
 fn a_source_that_is_not_driven_has_as_long_to_complete() {
     let (options, cancel) = (CopyRequest::default(), Cancel::new().unwrap());
-    let context = Context::new(&options, 0, &cancel, &Silent);
+    let context = Context::new(&options, 0, &cancel, &());
     let memory = MemorySharing::Copied;
     let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, memory, &options);
     let (here, _there) = UnixChannel::pair().unwrap();

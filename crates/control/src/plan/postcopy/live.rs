@@ -43,9 +43,7 @@ pub(in super::super) fn migrate(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
-    context.report_repair(&source.qemu);
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
-    context.report_repair(&target.qemu);
     let kinds = (SourceKind::Qemu, DestinationKind::Qemu);
     let switchover = SharedSwitchover::new(kinds.0, kinds.1, MemorySharing::Postcopy, context.options);
     context.observer.phase(CopyPhase::Connect);
@@ -124,7 +122,7 @@ fn pass(
 mod tests {
     use towline_channel::{Address, Cancel};
 
-    use super::super::super::fake_qemu::{FakeQemu, Silent};
+    use super::super::super::fake_qemu::FakeQemu;
     use super::super::super::request::{CopyRequest, RequestedPages};
     use super::*;
 
@@ -132,9 +130,11 @@ mod tests {
     fn a_pass_over_a_qemu_that_does_not_reply_can_be_cancelled() {
         let (fake, options, cancel) =
             (FakeQemu::start("running"), CopyRequest::default(), Cancel::new().unwrap());
-        let context = Context::new(&options, 0, &cancel, &Silent);
+        let context = Context::new(&options, 0, &cancel, &());
         let mut source = QmpSource::prepare(&fake.path(), &context).unwrap();
-        source.start_postcopy(&Address::Unix("/nowhere".into()), RequestedPages::MainChannel, &context).unwrap();
+        source
+            .start_postcopy(&Address::Unix("/nowhere".into()), RequestedPages::MainChannel, &context)
+            .unwrap();
         fake.script().delayed = Some(("query-migrate", Duration::from_secs(1)));
         cancel.cancel();
         let (from, to) = (SourceKind::Qemu, DestinationKind::Qemu);
@@ -146,13 +146,8 @@ mod tests {
                 (script.delayed, script.migration) = (None, Some("failed"));
             };
             let ends = scope.spawn(ends);
-            let passed = pass(
-                &mut source,
-                GuestRunState::Running,
-                PostcopySwitch::FirstPass,
-                &switchover,
-                &context,
-            );
+            let passed =
+                pass(&mut source, GuestRunState::Running, PostcopySwitch::FirstPass, &switchover, &context);
             ends.thread().unpark();
             passed
         });

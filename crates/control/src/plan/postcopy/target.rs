@@ -14,7 +14,7 @@ use super::super::error::Error;
 use super::super::invalid::InvalidPostcopy;
 use super::super::preflight::GuestFacts;
 use super::super::request::PostcopyOptions;
-use crate::switchover::{DestinationKind, DestinationStatus, FinalRunState};
+use crate::switchover::{DestinationKind, FinalRunState};
 
 /// See the module's text.
 pub(super) enum Target {
@@ -45,7 +45,6 @@ impl Target {
         } else {
             QmpDestination::prepare_postcopy(path, context)?
         };
-        context.report_repair(&qemu.qemu);
         let machine_type = &image.configuration().machine_type;
         GuestFacts::of_blocks(machine_type, image.blocks()).check(&mut qemu.qemu, context)?;
         let expected = qemu.requested_pages();
@@ -105,19 +104,11 @@ impl Target {
         }
     }
 
-    /// State of the guest, as far as it can be queried.
-    pub(super) fn query_status(&mut self) -> DestinationStatus {
-        match self {
-            Self::Driven(qemu) => qemu.query_status(),
-            Self::Address(_) => DestinationStatus::Unknown,
-        }
-    }
-
     /// State after its connection was lost. One that cannot be queried listens again after a `migrate-recover` there.
-    pub(super) fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
+    pub(super) fn recovery_state(&mut self) -> RecoveryState {
         match self {
             Self::Driven(qemu) => qemu.recovery_state(),
-            Self::Address(address) => Ok(RecoveryState::Listening(address.clone())),
+            Self::Address(address) => RecoveryState::Listening(address.clone()),
         }
     }
 

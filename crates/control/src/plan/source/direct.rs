@@ -39,7 +39,6 @@ impl QmpSource {
             self.report_locked_memory(context);
         }
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        self.waits_for_peer = true;
         qmp_source::check_run_state(&mut self.qemu, options)?;
         context.check_cancelled()?;
         self.start_migration(&Migrate::to_uri(address.to_string()))

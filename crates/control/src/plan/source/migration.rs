@@ -349,32 +349,23 @@ pub(in crate::plan) enum CopyEnd {
     Failed,
 }
 
-/// A source whose settings are restored.
-#[derive(Debug, Default)]
-pub(in super::super) struct RestoredSource {
-    /// Downtime in milliseconds, as QEMU reported it last.
-    pub(in crate::plan) downtime_ms: Option<u64>,
-    /// Notices for the user.
-    pub(in crate::plan) notes: Vec<String>,
-}
-
 impl QmpSource {
-    /// Restores the settings, and then the guest.
+    /// Restores the settings, and then the guest. Returns notices for the user.
     pub(in crate::plan) fn restore(
         &mut self,
         action: GuestAction,
         end: CopyEnd,
-    ) -> Result<RestoredSource, Error> {
+    ) -> Result<Vec<String>, Error> {
         self.mirrors.iter_mut().for_each(DiskMirrors::disconnect);
         let tidy = self.qemu.wait_migration_cleanup();
         let ended = self.end_mirrors(matches!(tidy, Ok(false)));
-        let (downtime_ms, mut notes) = match tidy {
-            Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
+        let mut notes = match tidy {
+            Ok(is_clean) => self.restore_settings(is_clean),
             Err(error) if end == CopyEnd::Failed => return Err(error.into()),
             // The copy is complete, even if its source fails now.
             Err(error) => {
                 self.keep_settings();
-                (None, vec![error.to_string()])
+                vec![error.to_string()]
             }
         };
         match ended {
@@ -393,7 +384,7 @@ impl QmpSource {
         } else if action == GuestAction::Resume {
             self.qemu.cont()?;
         }
-        Ok(RestoredSource { downtime_ms, notes })
+        Ok(notes)
     }
 
     /// Ends QEMU after a move. Returns the downtime in milliseconds.
@@ -428,10 +419,12 @@ impl QmpSource {
         u64::try_from(downtime).ok()
     }
 
-    /// Restores the settings, unless QEMU is still cleaning up: it may evaluate them then, and abort.
-    fn restore_settings_if_clean(&mut self, is_clean: bool) -> Vec<String> {
+    /// Restores the settings only after QEMU's cleanup, which evaluates the current settings some time after the migration's end,
+    /// and aborts (`yank_unregister_instance`) if it has lanes that these do not have.
+    fn restore_settings(&mut self, is_clean: bool) -> Vec<String> {
         if is_clean {
-            return self.restore_settings();
+            let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
+            return restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
         }
         self.keep_settings();
         let (socket, waited) = (self.qemu.socket(), MIGRATION_CLEANUP_TIMEOUT.as_secs());
@@ -439,12 +432,5 @@ impl QmpSource {
             "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
              were set for this copy"
         )]
-    }
-
-    /// Only after QEMU's cleanup, which evaluates the current settings some time after the migration's end,
-    /// and aborts (`yank_unregister_instance`) if it has lanes that these do not have.
-    pub(super) fn restore_settings(&mut self) -> Vec<String> {
-        let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
-        restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()
     }
 }

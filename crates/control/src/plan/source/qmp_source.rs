@@ -76,7 +76,7 @@ impl QmpSource {
     /// Connects and checks that this guest can be copied.
     pub(in super::super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
         let options = context.options;
-        let mut qemu = Qemu::connect(path, &context.monitor())?;
+        let mut qemu = context.connect_qemu(path)?;
         let socket = qemu.socket().to_owned();
         if let Some(status) = &qemu.facts().migration.status
             && !status.is_idle()
@@ -107,23 +107,19 @@ impl QmpSource {
         check_known_faults(&mut qemu)?;
         let was_running = qemu.facts().status.running || resumes;
         context.adapt_lanes(&qemu);
-        let vsocks = if options.detaches_vsock() {
-            DetachedVsocks::find(&mut qemu)?
-        } else {
-            DetachedVsocks::default()
-        };
+        let vsocks = options.detaches_vsock().then(|| DetachedVsocks::find(&mut qemu));
+        let vsocks = vsocks.transpose()?.unwrap_or_default();
         Ok(Self { was_running, resumes, vsocks, ..Self::new(qemu, options)? })
     }
 
     /// Connects to one that was switched to postcopy by an earlier towline, and sends the rest of its memory.
     pub(in super::super) fn following(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
-        let qemu = Qemu::connect(path, &context.monitor())?;
+        let qemu = context.connect_qemu(path)?;
         Ok(Self { started: true, ..Self::new(qemu, context.options)? })
     }
 
     fn new(qemu: Qemu, options: &CopyRequest) -> Result<Self, Error> {
         let dir = PrivateDir::for_qemu(&qemu)?;
-        let (queried_at, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         Ok(Self {
             qemu,
@@ -136,12 +132,12 @@ impl QmpSource {
             lost_since: None,
             link: QemuLink::socket(&dir, STREAM_SOCKET),
             dir,
-            queried_at,
-            progress,
+            queried_at: Instant::now(),
+            progress: Progress::default(),
             convergence,
             applied_changes: 0,
             mirrors: None,
-            waits_for_peer: false,
+            waits_for_peer: options.direct.is_some(),
             is_asked_to_switch: false,
             vsocks: DetachedVsocks::default(),
             required: None,
