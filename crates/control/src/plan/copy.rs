@@ -218,7 +218,7 @@ fn record(
     if let Some(source) = source.recorded() {
         switchover.keep_record(RecordedEnds { source, destination: to.move_end() }, context)?;
     }
-    if let Some(link) = source.main_channel() {
+    if let Some(link) = source.incoming().and_then(IncomingStream::main_channel) {
         switchover.connected(link);
     }
     Ok(())

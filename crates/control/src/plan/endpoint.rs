@@ -55,20 +55,18 @@ pub(super) fn destination(
         Destination::Qmp(path) => Box::new(QemuDestination::new(path, &description, context)?),
         Destination::Stream(address) => {
             let GuestDescription { guest, base, .. } = description;
-            let stream = StreamDestination::new(address, guest.as_ref(), base);
-            Box::new(stream.named(context.options.peer_name.as_deref()))
+            let name = context.options.peer_name.as_deref();
+            Box::new(StreamDestination::new(address, name, guest.as_ref(), base))
         }
-        Destination::Image(path) => {
-            Box::new(image::ImageDestination(context.image_writer(path, description.origin)?))
-        }
+        Destination::Image(path) => Box::new(context.image_writer(path, description.origin)?),
         #[cfg(feature = "store")]
         Destination::Store(location) => {
             Box::new(store::StoreDestination::new(location, description, context)?)
         }
         #[cfg(not(feature = "store"))]
         Destination::Store(location) => return Err(without_stores(location)),
-        Destination::Process(process) => Box::new(process::LocalDestination(process.create()?)),
-        Destination::Null => Box::new(process::NullDestination::default()),
+        Destination::Process(process) => Box::new(process.create()?),
+        Destination::Null => Box::new(DiscardSink::default()),
     })
 }
 

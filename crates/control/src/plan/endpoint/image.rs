@@ -18,7 +18,7 @@ use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, Rollback, SourceEndpoint};
-use crate::switchover::Directive;
+use crate::switchover::{DestinationKind, Directive, GuestRunState, Input};
 
 /// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
@@ -78,7 +78,12 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
     }
 
     fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
-        to.delivered(self.image.devices().run_state(), switchover)
+        match to.kind() {
+            DestinationKind::Qemu => {
+                switchover.loaded(GuestRunState::from_state(self.image.devices().run_state()))
+            }
+            _ => switchover.handle(Input::Delivered),
+        }
     }
 
     fn explain(&self, failure: Failure) -> Failure {
@@ -95,23 +100,21 @@ pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Fai
 }
 
 /// An image to be written.
-pub(super) struct ImageDestination(pub(super) ImageWriter);
-
-impl DestinationEndpoint for ImageDestination {
+impl DestinationEndpoint for ImageWriter {
     fn sink(&self) -> &dyn Sink {
-        &self.0
+        self
     }
 
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
         let lanes = local.lanes(run.context);
         // A guest that is an image but for what it has written.
         if let (None, Some(base)) = (local.file, local.base)
-            && let Some(arriving) = self.0.expect_difference(base, |block| local.guest.difference(block))?
+            && let Some(arriving) = self.expect_difference(base, |block| local.guest.difference(block))?
         {
             let guest = GuestWithPresentBlocks::but_for(local.guest, arriving);
-            return engine::copy_in_process(&guest, &self.0, lanes, run);
+            return engine::copy_in_process(&guest, self, lanes, run);
         }
-        engine::copy_in_process(local.guest, &self.0, lanes, run)
+        engine::copy_in_process(local.guest, self, lanes, run)
     }
 
     fn defer_publication(&self) -> Publication {
@@ -119,15 +122,15 @@ impl DestinationEndpoint for ImageDestination {
     }
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
-        if !self.0.is_published() {
-            self.0.publish()?;
+        if !self.is_published() {
+            self.publish()?;
         }
-        context.set_increment(&self.0);
+        context.set_increment(self);
         Ok(Vec::new())
     }
 
     fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
-        (error, self.0.is_published().then(|| kept(&self.0.path().display())).into_iter().collect())
+        (error, self.is_published().then(|| kept(&self.path().display())).into_iter().collect())
     }
 }
 

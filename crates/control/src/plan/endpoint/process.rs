@@ -59,11 +59,9 @@ impl SourceEndpoint for LocalSource {
 }
 
 /// A sink of this process.
-pub(super) struct LocalDestination(pub(super) Arc<dyn Sink>);
-
-impl DestinationEndpoint for LocalDestination {
+impl DestinationEndpoint for Arc<dyn Sink> {
     fn sink(&self) -> &dyn Sink {
-        &*self.0
+        &**self
     }
 
     fn stored_state(&self) -> DestinationState {
@@ -72,16 +70,13 @@ impl DestinationEndpoint for LocalDestination {
 }
 
 /// The destination `null:`.
-#[derive(Debug, Default)]
-pub(in crate::plan) struct NullDestination(DiscardSink);
-
-impl DestinationEndpoint for NullDestination {
+impl DestinationEndpoint for DiscardSink {
     fn sink(&self) -> &dyn Sink {
-        &self.0
+        self
     }
 
     fn has_discarded(&self) -> bool {
-        self.0.is_complete()
+        self.is_complete()
     }
 
     fn stored_state(&self) -> DestinationState {
@@ -121,20 +116,16 @@ impl DiscardSink {
     pub fn is_complete(&self) -> bool {
         lock(&self.summary).device_state.is_some()
     }
-
-    fn note(&self, note: impl FnOnce(&mut StreamSummary)) {
-        note(&mut lock(&self.summary));
-    }
 }
 
 impl Sink for DiscardSink {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.note(|summary| summary.configuration = Some(configuration.clone()));
+        lock(&self.summary).configuration = Some(configuration.clone());
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.note(|summary| summary.blocks = blocks.to_vec());
+        lock(&self.summary).blocks = blocks.to_vec();
         Ok(())
     }
 
@@ -157,7 +148,7 @@ impl Sink for DiscardSink {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        self.note(|summary| summary.device_state = Some(state));
+        lock(&self.summary).device_state = Some(state);
         Ok(())
     }
 

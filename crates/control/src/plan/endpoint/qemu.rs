@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Session, Sink, Snapshot};
@@ -18,16 +17,14 @@ use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::{CopyPhase, SourceState};
 use super::super::recorder::RecordedSource;
-use super::super::shared_switchover::{SharedSwitchover, TransferContext};
+use super::super::shared_switchover::TransferContext;
 use super::super::source::{QmpSource, Required};
 use super::driven::{GuestDescription, LocalGuest, QemuDestination, RelaySink};
 use super::traits::{DestinationEndpoint, Rollback, SourceControl, SourceEndpoint, receiver};
 use crate::in_place::{self, OldMemory, Presence};
 use crate::moves::MoveEnd;
 use crate::qemu::Qemu;
-use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, GuestRunState, SourceKind, StartResult,
-};
+use crate::switchover::{DestinationKind, DestinationStatus, SourceKind, StartResult};
 
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
@@ -136,16 +133,12 @@ impl SourceEndpoint for QemuSource {
         })
     }
 
-    fn moved(&self) -> Snapshot {
-        self.incoming.moved()
-    }
-
     fn recorded(&self) -> Option<RecordedSource> {
         Some(self.qmp.recorded())
     }
 
-    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
-        self.incoming.main_channel()
+    fn incoming(&self) -> Option<&IncomingStream> {
+        Some(&self.incoming)
     }
 
     /// A source whose connections break before it completes fails.
@@ -239,10 +232,6 @@ impl DestinationEndpoint for QemuDestination {
         // Held until the guest is in its final state.
         self.presence = presence;
         Ok(moved)
-    }
-
-    fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
-        switchover.loaded(GuestRunState::from_state(run_state))
     }
 
     fn query_status(&mut self) -> DestinationStatus {

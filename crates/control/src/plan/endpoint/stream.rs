@@ -108,22 +108,18 @@ impl SourceEndpoint for StreamSource {
         self.incoming.receive(to.sink(), receiver(to.kind()), Publication::default(), run, look)
     }
 
-    fn moved(&self) -> Snapshot {
-        self.incoming.moved()
-    }
-
     fn recorded(&self) -> Option<RecordedSource> {
-        let peer = self.main_channel()?.peer().to_owned();
+        let peer = self.incoming.main_channel()?.peer().to_owned();
         let end = MoveEnd::Peer { address: self.name.clone().unwrap_or(peer) };
         Some(RecordedSource::elsewhere(end))
     }
 
-    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
-        self.incoming.main_channel()
+    fn incoming(&self) -> Option<&IncomingStream> {
+        Some(&self.incoming)
     }
 
     fn control(&mut self) -> SourceControl<'_> {
-        match self.main_channel() {
+        match self.incoming.main_channel() {
             Some(channel) if !self.is_file() => SourceControl::Stream(channel),
             Some(_) | None => SourceControl::Stored,
         }
@@ -136,7 +132,7 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn explain(&self, failure: Failure) -> Failure {
-        let is_unreached = self.main_channel().is_none() && is_listened_on(&self.address);
+        let is_unreached = self.incoming.main_channel().is_none() && is_listened_on(&self.address);
         if failure.guest.is_safe() && is_unreached {
             return Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure };
         }
@@ -159,20 +155,17 @@ pub(in super::super) struct StreamDestination {
 }
 
 impl StreamDestination {
-    /// The destination of this guest, of which nothing may be known, and which may map the image `base`.
+    /// The destination of this guest, of which nothing may be known, and which may map the image `base`. `name`: that in records, if it
+    /// is not the address.
     pub(in super::super) fn new(
         address: &Address,
+        name: Option<&str>,
         guest: Option<&GuestFacts>,
         base: Option<Arc<Image>>,
     ) -> Self {
-        let name = address.to_string();
+        let name = name.map_or_else(|| address.to_string(), str::to_owned);
         let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
         Self { address: address.clone(), name, uuid, base, relay: None, sent: None }
-    }
-
-    /// As this one, with another name in records.
-    pub(in super::super) fn named(self, name: Option<&str>) -> Self {
-        Self { name: name.map_or(self.name, str::to_owned), ..self }
     }
 }
 
@@ -214,11 +207,8 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn channel(&self) -> Option<Arc<dyn Channel>> {
-        match (&self.relay, &self.sent) {
-            (Some(relay), _) => Some(Arc::clone(&relay.main_channel)),
-            (None, Some(connections)) => Some(Arc::clone(&connections.main)),
-            (None, None) => None,
-        }
+        let relayed = self.relay.as_ref().map(|relay| &relay.main_channel);
+        relayed.or(self.sent.as_ref().map(|sent| &sent.main)).cloned()
     }
 
     /// A towline at the other end has stored it.
@@ -227,11 +217,10 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn roll_back(&mut self, error: Error, context: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
-        if error_origin::is_from_peer(&error, &self.address.to_string()) {
-            (error_origin::explain_lane_loss(error, context.lanes(), context.options.compression), Vec::new())
-        } else {
-            (error, Vec::new())
+        if !error_origin::is_from_peer(&error, &self.address.to_string()) {
+            return (error, Vec::new());
         }
+        (error_origin::explain_lane_loss(error, context.lanes(), context.options.compression), Vec::new())
     }
 }
 

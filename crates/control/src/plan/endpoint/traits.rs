@@ -15,7 +15,7 @@ use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
 use super::super::destination::{HeldGuest, StartFailure};
-use super::super::engine;
+use super::super::engine::{self, IncomingStream};
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
 use super::super::progress::{DestinationState, Progress, SourceState};
@@ -48,16 +48,18 @@ pub(in super::super) trait SourceEndpoint {
     /// Transfers all of the guest to the destination. The error is the best reason that either end has.
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error>;
 
-    /// Counters of the transfer so far.
-    fn moved(&self) -> Snapshot;
-
-    /// The source in a record of the move; `None` if no record is needed, as for a stored guest.
-    fn recorded(&self) -> Option<RecordedSource> {
+    /// The stream that comes to this process, if one does.
+    fn incoming(&self) -> Option<&IncomingStream> {
         None
     }
 
-    /// Main channel of the stream, once it is connected.
-    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
+    /// Counters of the transfer so far.
+    fn moved(&self) -> Snapshot {
+        self.incoming().map(IncomingStream::moved).unwrap_or_default()
+    }
+
+    /// The source in a record of the move; `None` if no record is needed, as for a stored guest.
+    fn recorded(&self) -> Option<RecordedSource> {
         None
     }
 
@@ -139,12 +141,6 @@ pub(in super::super) trait DestinationEndpoint {
     /// Progress of an upload that the source waits for.
     fn upload_progress(&self, _context: &Context<'_>) -> Option<Progress> {
         None
-    }
-
-    /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
-    /// directive.
-    fn delivered(&self, _run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
-        switchover.handle(Input::Delivered)
     }
 
     /// Returns true if a complete guest was discarded.

@@ -126,7 +126,7 @@ impl Target {
     pub(super) fn into_endpoint(self) -> Box<dyn DestinationEndpoint> {
         match self {
             Self::Driven(qemu) => Box::new(QemuDestination::of(*qemu)),
-            Self::Address(address) => Box::new(StreamDestination::new(&address, None, None)),
+            Self::Address(address) => Box::new(StreamDestination::new(&address, None, None, None)),
         }
     }
 }
