@@ -31,8 +31,7 @@ use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, u
 use rustix::io::Errno;
 
 use crate::lock::lock;
-use crate::process::{Process, ProcessState};
-use crate::procfs::start_time;
+use crate::process::{Process, ProcessState, has_exited};
 
 pub use record::{ChangedValue, ProtectionRecord, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};
@@ -296,11 +295,9 @@ impl Drop for State {
 pub(crate) fn sweep(directory: &RuntimeDirectory) {
     for name in directory.names() {
         let Some((pid, started)) = record::process_of(&name) else { continue };
-        let gone = match start_time(pid) {
-            Ok(now) => now != started,
-            Err(error) => error.kind() == io::ErrorKind::NotFound,
-        };
-        if gone && let Err(error) = remove_stale(directory, &name) {
+        if has_exited(pid, started)
+            && let Err(error) = remove_stale(directory, &name)
+        {
             tracing::debug!(%error, name, "the journal of a QEMU that exited stays");
         }
     }

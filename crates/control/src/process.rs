@@ -31,7 +31,7 @@ use towline_channel::FileOwner;
 use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
-use crate::procfs::{ProcStatus, has_chroot, parse_file_owner, start_time};
+use crate::procfs::{ProcStatus, file_owner, has_chroot, start_time};
 use crate::qemu::if_known;
 
 /// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
@@ -188,8 +188,7 @@ impl Process {
     /// User and group of the files that it opens now, which it may have changed since it listened (`-run-with
     /// user=`, `-runas`).
     pub(crate) fn file_owner(&self) -> Option<FileOwner> {
-        let Self::Known { pid, .. } = self else { return None };
-        parse_file_owner(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+        self.pid().and_then(file_owner)
     }
 
     /// Returns true if its command line gives it another root directory, from which it cannot find a socket
@@ -217,6 +216,18 @@ impl Process {
     #[must_use]
     pub fn is_known(&self) -> bool {
         self.pid().is_some()
+    }
+}
+
+/// Returns true if the process with this id and start time is known to have exited, or is a zombie.
+pub(crate) fn has_exited(pid: i32, started: u64) -> bool {
+    if start_time(pid).is_ok_and(|now| now != started) {
+        return true;
+    }
+    // A `/proc` that hides processes of others has no start time of a running one either.
+    match Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+        Ok(pidfd) => Process::Known { pid, start_time: started, pidfd }.state() == ProcessState::Exited,
+        Err(errno) => errno == Errno::SRCH,
     }
 }
 
@@ -349,6 +360,24 @@ mod tests {
         assert_eq!(path("unix:a.qmp,server=on"), None);
         assert_eq!(path("unix:/run/vhost.sock"), None);
         assert_eq!(path("pty:/dev/pts/1"), None);
+    }
+
+    #[test]
+    fn a_process_for_which_its_parent_has_not_waited_has_exited() {
+        let (own, started) = crate::procfs::own_process();
+        assert!(!has_exited(own, started) && has_exited(own, started + 1));
+        let mut child =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let started = start_time(pid).unwrap();
+        assert!(!has_exited(pid, started));
+        drop(child.stdin.take());
+        while !has_exited(pid, started) {
+            std::thread::yield_now();
+        }
+        assert_eq!(start_time(pid).ok(), Some(started), "it is a zombie");
+        child.wait().unwrap();
+        assert!(has_exited(pid, started));
     }
 
     #[test]

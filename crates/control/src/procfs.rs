@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::process::getpid;
 use towline_channel::FileOwner;
@@ -12,6 +12,11 @@ use towline_qmp::commands::CpuFast;
 /// A value of the kernel, such as `hostname`; empty if it cannot be read.
 pub(crate) fn of_kernel(name: &str) -> String {
     fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().to_owned()
+}
+
+/// A file of a process. The name in it may be cut within a character: QEMU's `-name process=` sets it, and the kernel keeps 15 bytes.
+fn text_of(path: impl AsRef<Path>) -> io::Result<String> {
+    fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Parsed `/proc/PID/status` or `/proc/PID/task/TID/status`.
@@ -25,8 +30,8 @@ pub(crate) struct ProcStatus {
 
 impl ProcStatus {
     pub(crate) fn read(path: &str) -> io::Result<Self> {
-        let text = fs::read_to_string(path)?;
-        Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no Tgid and Pid in it"))
+        Self::parse(&text_of(path)?)
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no Tgid and Pid in it"))
     }
 
     fn parse(text: &str) -> Option<Self> {
@@ -40,8 +45,13 @@ impl ProcStatus {
     }
 }
 
+/// User and group of the files that a process opens now.
+pub(crate) fn file_owner(pid: i32) -> Option<FileOwner> {
+    parse_file_owner(&text_of(format!("/proc/{pid}/status")).ok()?)
+}
+
 /// The last of four ids each: real, effective, saved, and that of files.
-pub(crate) fn parse_file_owner(status: &str) -> Option<FileOwner> {
+fn parse_file_owner(status: &str) -> Option<FileOwner> {
     let of_files = |name: &str| {
         let ids = status.lines().find_map(|line| line.strip_prefix(name))?;
         ids.split_whitespace().last()?.parse().ok()
@@ -75,15 +85,8 @@ pub(crate) fn own_process() -> (i32, u64) {
 
 /// Start time of a process, in clock ticks since boot.
 pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    parse_start_time(&text)
+    parse_start_time(&text_of(format!("/proc/{pid}/stat"))?)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in its field 22"))
-}
-
-/// Returns true if a process has exited, and its parent has not waited for it.
-pub(crate) fn is_zombie(pid: i32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
 }
 
 /// The second field, the name in parentheses, may contain any characters.
@@ -128,7 +131,7 @@ impl VcpuThreads {
         if self.0.is_empty() {
             return None;
         }
-        self.0.iter().map(|path| switches(&fs::read_to_string(path).ok()?)).sum()
+        self.0.iter().map(|path| switches(&text_of(path).ok()?)).sum()
     }
 }
 
@@ -179,14 +182,27 @@ mod tests {
         let stat = "7 (a) b 1 2) S 1 7 7 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 1 0 4711 10 11";
         assert_eq!(parse_start_time(stat), Some(4711));
         assert!(start_time(getpid().as_raw_pid()).unwrap() > 0);
-        assert!(!is_zombie(getpid().as_raw_pid()));
-        let mut child = std::process::Command::new("true").spawn().unwrap();
+    }
+
+    /// As with `-name process=`, which the kernel cuts after 15 bytes.
+    #[test]
+    fn a_name_that_is_cut_within_a_character_hides_nothing() {
+        let named = r"printf 'gr\303\266\303' > /proc/self/comm; read end";
+        let mut command = std::process::Command::new("sh");
+        let mut child = command.args(["-c", named]).stdin(std::process::Stdio::piped()).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        while !is_zombie(pid) {
+        let is_named = || fs::read(format!("/proc/{pid}/comm")).unwrap() == b"gr\xc3\xb6\xc3\n";
+        while !is_named() {
             thread::yield_now();
         }
+        let status = ProcStatus::read(&format!("/proc/{pid}/status"));
+        let threads = VcpuThreads(vec![format!("/proc/{pid}/status").into()]);
+        let found =
+            (status.map(|status| status.tgid).ok(), start_time(pid).is_ok(), file_owner(pid).is_some());
+        let is_counted = threads.switches().is_some();
+        child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!is_zombie(pid));
+        assert_eq!((found, is_counted), ((Some(pid), true, true), true));
     }
 
     #[test]

@@ -12,8 +12,8 @@ use serde_json::{Map, Value};
 use towline_qmp::commands::Capability;
 
 use crate::arbiter::{Arbiter, Claimant};
-use crate::process::Process;
-use crate::procfs::{is_zombie, own_process, start_time};
+use crate::process::{Process, has_exited};
+use crate::procfs::own_process;
 
 /// Version of the lines.
 pub(super) const VERSION: u32 = 1;
@@ -154,8 +154,7 @@ impl Owner {
     /// Returns true if it is another process, which runs. The lock is released a moment before the process has exited.
     pub(super) fn lives(&self) -> bool {
         let is_other = own_process() != (self.pid, self.start_time);
-        let is_there = start_time(self.pid).is_ok_and(|now| now == self.start_time) && !is_zombie(self.pid);
-        is_other && self.is_of_this_namespace() && is_there
+        is_other && self.is_of_this_namespace() && !has_exited(self.pid, self.start_time)
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
-use crate::procfs::own_process;
+use crate::procfs::{own_process, start_time};
 
 /// A runtime directory, and a socket's path in it.
 struct TestDirectory {

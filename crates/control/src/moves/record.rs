@@ -4,8 +4,6 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
 
-use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
@@ -14,7 +12,7 @@ use super::recorded_way::RecordedWay;
 use crate::generations::{self, ManagedGuest};
 use crate::hex::{from_hex, to_hex};
 use crate::journal::{Owner, UndoRecord, now_ms};
-use crate::procfs::start_time;
+use crate::process::has_exited;
 use crate::qemu::Qemu;
 use crate::switchover::{
     Decision, FinalRunState, GuestRunState, MemorySharing, SourceAction, SwitchoverRequest,
@@ -151,16 +149,7 @@ impl MoveEnd {
     /// Returns true if it is a QEMU that is known to have exited. Its process id must be of this namespace.
     pub(super) fn has_exited(&self) -> bool {
         let Self::Qemu { pid: Some(pid), start_time: Some(started), .. } = self else { return false };
-        match start_time(*pid) {
-            Ok(now) => now != *started,
-            // A `/proc` that hides processes of others reports the same for a running one.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Pid::from_raw(*pid).is_some_and(|pid| {
-                    pidfd_open(pid, PidfdFlags::empty()).is_err_and(|errno| errno == Errno::SRCH)
-                })
-            }
-            Err(_) => false,
-        }
+        has_exited(*pid, *started)
     }
 }
 

@@ -7,7 +7,8 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::journal::{ProtectionRecord, RuntimeDirectory, leftover_protection};
-use crate::procfs::{is_zombie, start_time};
+use crate::process::has_exited;
+use crate::procfs::start_time;
 
 /// Ends the ferry that a killed keeper has left in the QEMU of this monitor. A ferry that hangs while QEMU sends to it keeps QEMU's monitor from replying, so that its journal
 /// is found by the process that listens there.
@@ -24,8 +25,7 @@ pub(super) fn end_left_ferry(monitor: &Path) {
 
 /// Returns true if the ferry has outlived its keeper.
 pub(super) fn ferry_lives(record: &ProtectionRecord) -> bool {
-    start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
-        && !is_zombie(record.ferry_pid)
+    !has_exited(record.ferry_pid, record.ferry_start_time)
 }
 
 /// Ends a ferry that has outlived its keeper.
