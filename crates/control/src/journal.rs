@@ -26,6 +26,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
@@ -40,8 +42,10 @@ pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
-/// Maximum number of attempts to open a journal that its owner is removing.
-const ATTEMPTS_MAX: u32 = 16;
+/// Time for which a file is tried again that no process which lives owns, and its interval: one that only looks at it has its lock for a
+/// moment, as has a process that its former owner was about to start.
+pub(crate) const LOCKED_MAX: Duration = Duration::from_secs(1);
+pub(crate) const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Error of a journal.
 #[derive(Debug, thiserror::Error)]
@@ -127,42 +131,45 @@ impl Journal {
         let name = header.name(process);
         let path = directory.path().join(&name);
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
-        for _ in 0..ATTEMPTS_MAX {
+        let until = Instant::now() + LOCKED_MAX;
+        let (file, contents) = loop {
             let flags = OFlags::RDWR | OFlags::CREATE | OFlags::APPEND | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let fd = openat(directory.fd(), &name, flags, Mode::RUSR | Mode::WUSR)
                 .map_err(|errno| failed(errno.into()))?;
             let mut file = File::from(fd);
-            let is_ours = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => true,
-                Err(Errno::AGAIN) => false,
-                Err(errno) => return Err(failed(errno.into())),
-            };
-            let text = read(&mut file).map_err(failed)?;
-            if !is_ours {
-                return Err(in_use(socket, &path, &text));
+            let is_locked = try_lock(&file).map_err(failed)?;
+            // Its owner may have removed it while it was opened.
+            let is_current = is_named(&file, directory, &name);
+            let contents = record::parse(&read(&mut file).map_err(failed)?);
+            let header =
+                contents.as_ref().ok().filter(|_| is_current).and_then(|found| found.header.as_ref());
+            let (owner, is_ours) = (header.map(|header| &header.owner), is_locked && is_current);
+            if owner.is_some_and(Owner::lives) || !is_ours && Instant::now() >= until {
+                let (socket, pid) = (socket.display().to_string(), owner.map(|owner| owner.pid));
+                tracing::debug!(path = %path.display(), "the journal is locked");
+                return Err(Error::InUse { socket, pid });
             }
-            // Its owner removed it while it was opened.
-            if !is_named(&file, directory, &name) {
-                continue;
+            if is_ours {
+                break (file, contents);
             }
-            let JournalContents { header: found, records } = record::parse(&text)
-                .map_err(|bad| Error::Format { path: path.clone(), line: bad.line, reason: bad.reason })?;
-            if found.as_ref().is_some_and(|header| header.owner.lives()) {
-                return Err(in_use(socket, &path, &text));
-            }
-            let state = State {
-                file,
-                directory: directory.shared_fd(),
-                name,
-                path,
-                header,
-                next_id: records.keys().max().map_or(1, |id| id + 1),
-                records,
-                process: Arc::clone(process),
-            };
-            return state.take_over(found, text.ends_with('\n'));
-        }
-        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and created repeatedly")))
+            thread::sleep(LOCK_INTERVAL);
+        };
+        let JournalContents { header: found, records } = contents.map_err(|bad| Error::Format {
+            path: path.clone(),
+            line: bad.line,
+            reason: bad.reason,
+        })?;
+        let state = State {
+            file,
+            directory: directory.shared_fd(),
+            name,
+            path,
+            header,
+            next_id: records.keys().max().map_or(1, |id| id + 1),
+            records,
+            process: Arc::clone(process),
+        };
+        state.take_over(found)
     }
 
     /// Records how to undo a change, before the change is made.
@@ -243,18 +250,13 @@ impl JournalEntry {
 impl State {
     /// Records this process as the new owner. Records of the previous owner are kept if they are of the same
     /// QEMU.
-    fn take_over(
-        mut self,
-        before: Option<JournalHeader>,
-        is_whole: bool,
-    ) -> Result<(Journal, Option<i32>), Error> {
+    fn take_over(mut self, before: Option<JournalHeader>) -> Result<(Journal, Option<i32>), Error> {
         let left_by = before
             .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
             .map(|found| found.owner.pid);
         if left_by.is_some() {
             // Ends a truncated line.
-            let separator = if is_whole { "" } else { "\n" };
-            self.append_after(separator, &JournalLine::Begun(self.header.clone()))?;
+            self.append_after("\n", &JournalLine::Begun(self.header.clone()))?;
         } else {
             self.records.clear();
             self.restart()?;
@@ -273,9 +275,12 @@ impl State {
     }
 
     fn append_after(&mut self, before: &str, line: &JournalLine) -> Result<(), Error> {
-        let written = serde_json::to_string(line)
-            .map_err(io::Error::from)
-            .and_then(|text| self.file.write_all(format!("{before}{text}\n").as_bytes()));
+        let written = serde_json::to_string(line).map_err(io::Error::from).and_then(|text| {
+            let bytes = self.file.metadata()?.len();
+            let written = self.file.write_all(format!("{before}{text}\n").as_bytes());
+            // The part of a line for which a full file system had room would make the next one unreadable.
+            written.inspect_err(|_| _ = self.file.set_len(bytes))
+        });
         written.map_err(|source| Error::Io { path: self.path.clone(), source })
     }
 }
@@ -303,13 +308,14 @@ pub(crate) fn sweep(directory: &RuntimeDirectory) {
     }
 }
 
-/// The protection that a killed towline has left in the QEMU of this process and start time.
-pub(crate) fn leftover_protection(
-    directory: &RuntimeDirectory,
-    pid: i32,
-    start_time: u64,
-) -> Option<ProtectionRecord> {
-    leftover_changes(directory, pid, start_time).into_values().find_map(|record| match record {
+/// The protection that a killed towline has left in the QEMU with this monitor, which need not reply, and need not even accept a connection.
+pub(crate) fn leftover_protection(directory: &RuntimeDirectory, monitor: &Path) -> Option<ProtectionRecord> {
+    let wanted = JournalHeader::of(monitor).ok()?;
+    let journals = directory.names().into_iter().filter_map(|name| leftover(directory, &name));
+    let mut of_qemu = journals
+        .filter(|found| found.header.as_ref().is_some_and(|header| header.is_same_socket(&wanted)))
+        .flat_map(|found| found.records.into_values());
+    of_qemu.find_map(|record| match record {
         UndoRecord::Protection(protection) => Some(protection),
         _ => None,
     })
@@ -321,13 +327,16 @@ pub(crate) fn leftover_changes(
     pid: i32,
     start_time: u64,
 ) -> BTreeMap<u64, UndoRecord> {
-    let name = record::name_of(pid, start_time);
+    leftover(directory, &record::name_of(pid, start_time)).unwrap_or_default().records
+}
+
+/// The journal of this name, if no towline that lives has it.
+fn leftover(directory: &RuntimeDirectory, name: &str) -> Option<JournalContents> {
+    record::process_of(name)?;
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return BTreeMap::new() };
-    let mut file = File::from(fd);
-    let is_free = flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
-    let contents = read(&mut file).ok().and_then(|text| record::parse(&text).ok());
-    contents.filter(|_| is_free).map(|contents| contents.records).unwrap_or_default()
+    let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty()).ok()?);
+    flock(&file, FlockOperation::NonBlockingLockShared).ok()?;
+    record::parse(&read(&mut file).ok()?).ok()
 }
 
 fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
@@ -362,6 +371,15 @@ pub(crate) fn read(file: &mut File) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// Locks a file; false if another process has a lock of it.
+pub(crate) fn try_lock(file: &File) -> io::Result<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::AGAIN) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 /// Returns true if the name still leads to this file.
 pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
@@ -369,12 +387,6 @@ pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) ->
         return false;
     };
     (open.dev(), open.ino()) == (named.st_dev, named.st_ino)
-}
-
-fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
-    let pid = record::parse(text).ok().and_then(|contents| contents.header).map(|header| header.owner.pid);
-    tracing::debug!(path = %path.display(), "the journal is locked");
-    Error::InUse { socket: socket.display().to_string(), pid }
 }
 
 #[cfg(test)]

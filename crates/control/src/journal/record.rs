@@ -152,7 +152,7 @@ impl Owner {
     }
 
     /// Returns true if it is another process, which runs. The lock is released a moment before the process has exited.
-    pub(super) fn lives(&self) -> bool {
+    pub(crate) fn lives(&self) -> bool {
         let is_other = own_process() != (self.pid, self.start_time);
         is_other && self.is_of_this_namespace() && !has_exited(self.pid, self.start_time)
     }
@@ -199,8 +199,13 @@ impl JournalHeader {
     /// Returns true if a journal of our name is of our QEMU. Its inode may have been reused for another
     /// socket.
     pub(super) fn is_same_qemu(&self, found: &Self, process: &Process) -> bool {
-        let key = |header: &Self| (header.socket.clone(), header.device, header.inode, header.created);
-        process.is_known() || key(self) == key(found)
+        process.is_known() || self.socket == found.socket && self.is_same_socket(found)
+    }
+
+    /// Returns true if both are of one socket, by whatever name.
+    pub(super) fn is_same_socket(&self, found: &Self) -> bool {
+        let key = |header: &Self| (header.device, header.inode, header.created);
+        key(self) == key(found)
     }
 }
 

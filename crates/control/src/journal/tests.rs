@@ -1,9 +1,9 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 
-use std::time::{Duration, Instant};
+use std::process::Command;
 
-use rustix::process::{PidfdFlags, geteuid, getpid, pidfd_open};
+use rustix::process::{PidfdFlags, Resource, Rlimit, geteuid, getpid, getrlimit, pidfd_open, setrlimit};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -29,16 +29,7 @@ impl TestDirectory {
     }
 
     fn open(&self, process: &Arc<Process>) -> Result<(Journal, Option<i32>), Error> {
-        // A child that another test has just forked shares the lock until it executes its program.
-        let until = Instant::now() + Duration::from_secs(2);
-        loop {
-            match Journal::open(&self.directory(), &self.socket, process) {
-                Err(Error::InUse { .. }) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                opened => return opened,
-            }
-        }
+        Journal::open(&self.directory(), &self.socket, process)
     }
 
     fn names(&self) -> Vec<String> {
@@ -157,6 +148,80 @@ fn truncated_last_line_is_ignored() {
         let (journal, _) = place.open(&running()).unwrap();
         assert_eq!(journal.records().len(), 1, "read again behind the cut at {cut}");
     }
+}
+
+/// Variable of a process that has the limit of the next test to itself.
+const LIMITED: &str = "TOWLINE_JOURNAL_LIMITED";
+
+/// A file system that is full writes a part of a line.
+#[test]
+fn a_line_that_could_not_be_written_leaves_the_others_readable() {
+    if std::env::var_os(LIMITED).is_none() {
+        // With the signal for a file that would be too large ignored.
+        let test = "journal::tests::a_line_that_could_not_be_written_leaves_the_others_readable";
+        let mut command = Command::new("sh");
+        command.args(["-c", "trap '' XFSZ; exec \"$0\" --exact \"$1\""]);
+        let output =
+            command.arg(std::env::current_exe().unwrap()).arg(test).env(LIMITED, "1").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    let place = TestDirectory::new();
+    let (journal, _) = place.open(&running()).unwrap();
+    let first = journal.write(&record()).unwrap();
+    let bytes = fs::metadata(place.only_file()).unwrap().len();
+    let unlimited = getrlimit(Resource::Fsize);
+    setrlimit(Resource::Fsize, Rlimit { current: Some(bytes + 20), ..unlimited }).unwrap();
+    let error = journal.write(&record()).unwrap_err();
+    setrlimit(Resource::Fsize, unlimited).unwrap();
+    assert!(matches!(error, Error::Io { .. }), "{error}");
+    let last = journal.write(&UndoRecord::migration("unix:a")).unwrap();
+    drop((first, last, journal));
+    let (journal, _) = place.open(&running()).unwrap();
+    assert_eq!(journal.records().len(), 2);
+}
+
+/// As `towline moves` has it, which looks at the changes of a QEMU.
+#[test]
+fn a_lock_of_one_that_only_looks_is_awaited() {
+    let place = TestDirectory::new();
+    let (journal, _) = place.open(&running()).unwrap();
+    let _ = journal.write(&record()).unwrap();
+    drop(journal);
+    let looks = File::open(place.only_file()).unwrap();
+    flock(&looks, FlockOperation::NonBlockingLockShared).unwrap();
+    thread::scope(|scope| {
+        let opened = scope.spawn(|| place.open(&running()).map(|(_, owner)| owner));
+        thread::sleep(Duration::from_millis(100));
+        drop(looks);
+        assert_eq!(opened.join().unwrap().unwrap(), Some(getpid().as_raw_pid()));
+    });
+}
+
+/// A connection to it would wait for as long as its queue is full.
+#[test]
+fn the_protection_of_a_qemu_that_accepts_no_connection_is_found() {
+    let place = TestDirectory::new();
+    let protection = ProtectionRecord {
+        ferry_pid: 1,
+        ferry_start_time: 1,
+        cards: Vec::new(),
+        guest: "a".into(),
+        generation: 1,
+        arbiter: "/srv/arbiter".parse().unwrap(),
+        claimant: crate::arbiter::Claimant::new(),
+    };
+    let (journal, _) = place.open(&running()).unwrap();
+    let _ = journal.write(&UndoRecord::Protection(protection.clone())).unwrap();
+    assert_eq!(leftover_protection(&place.directory(), &place.socket), None, "its towline lives");
+    drop(journal);
+    let link = place.base.path().join("link");
+    symlink(&place.socket, &link).unwrap();
+    for monitor in [&place.socket, &link] {
+        assert_eq!(leftover_protection(&place.directory(), monitor), Some(protection.clone()));
+    }
+    fs::write(place.base.path().join("other"), "").unwrap();
+    assert_eq!(leftover_protection(&place.directory(), &place.base.path().join("other")), None);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{
     AtFlags, FlockOperation, Mode, OFlags, RenameFlags, flock, openat, renameat, renameat_with, unlinkat,
@@ -22,15 +22,12 @@ use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 
 use super::record::{self, Id, MoveEnd, MoveRecord, RecordedEnds};
-use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, is_named, read};
+use crate::journal::{
+    LOCK_INTERVAL, LOCKED_MAX, RuntimeDirectory, RuntimeDirectoryError, is_named, read, try_lock,
+};
 use crate::qemu;
 use crate::switchover::Decision;
 
-/// Maximum number of attempts to open a record that its owner is replacing.
-const ATTEMPTS_MAX: u32 = 16;
-/// Attempts, and their interval, to take a lock that another process may have for a moment.
-const LOCK_ATTEMPTS: u32 = 10;
-const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 /// Age from which a file without its final name is abandoned.
 const UNNAMED_MAX: Duration = Duration::from_secs(60);
 
@@ -56,19 +53,23 @@ impl RecordFile {
     pub(super) fn open(directory: &RuntimeDirectory, name: &str) -> Result<Self, Error> {
         let path = directory.path().join(name);
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
-        for _ in 0..ATTEMPTS_MAX {
+        let until = Instant::now() + LOCKED_MAX;
+        loop {
             let mut file = open(directory, name).map_err(failed)?;
-            let is_ours = lock(&file).map_err(failed)?;
-            if !is_named(&file, directory, name) {
-                continue;
+            let (is_ours, is_over) = (try_lock(&file).map_err(failed)?, Instant::now() >= until);
+            if is_named(&file, directory, name) {
+                let record = parse(&mut file, directory, name)?;
+                if is_ours {
+                    return Ok(Self { directory: directory.clone(), record, file: Some(file) });
+                }
+                if is_over || record.owner.lives() {
+                    return Err(Error::InUse { id: record.id, pid: record.owner.pid });
+                }
+            } else if is_over {
+                return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced repeatedly")));
             }
-            let record = parse(&mut file, directory, name)?;
-            if !is_ours {
-                return Err(Error::InUse { id: record.id, pid: record.owner.pid });
-            }
-            return Ok(Self { directory: directory.clone(), record, file: Some(file) });
+            thread::sleep(LOCK_INTERVAL);
         }
-        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced repeatedly")))
     }
 
     /// The record.
@@ -127,19 +128,6 @@ impl RecordFile {
         };
         removed.inspect(|()| self.file = None)
     }
-}
-
-/// Locks a record; `false` if another process has the lock. A process that only checks for a lock holds one
-/// for a moment.
-fn lock(file: &File) -> io::Result<bool> {
-    for _ in 0..LOCK_ATTEMPTS {
-        match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(true),
-            Err(Errno::AGAIN) => thread::sleep(LOCK_INTERVAL),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-    Ok(false)
 }
 
 /// Returns true if a towline works on it.
