@@ -12,7 +12,7 @@ use towline_qmp as qmp;
 
 use super::image_file::Unchanged;
 use super::running::mapped_image;
-use super::stored::{LOOK_DEADLINE, of_image};
+use super::stored::of_image;
 use super::{Error, Presence, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
@@ -20,9 +20,7 @@ use crate::qemu::Qemu;
 /// the wait for it.
 #[must_use]
 pub fn image_of(socket: &Path, interrupt: &Arc<OwnedFd>) -> Option<PathBuf> {
-    let interrupt = Some(Arc::clone(interrupt));
-    let (deadline, greeting_deadline) = (LOOK_DEADLINE, LOOK_DEADLINE);
-    let options = qmp::Options { deadline, greeting_deadline, interrupt, ..qmp::Options::default() };
+    let options = qmp::Options { interrupt: Some(Arc::clone(interrupt)), ..qmp::Options::default() };
     mapped_image(&mut Qemu::inspect(socket, &options).ok()?).ok()?
 }
 

@@ -4,7 +4,6 @@ use std::cell::OnceCell;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_image::Image;
@@ -23,8 +22,6 @@ use crate::qemu::Qemu;
 
 /// `f_type` of overlayfs.
 const OVERLAYFS: u64 = 0x794c_7630;
-/// Time limit of the monitor's replies to [`may_map`] and [`image_of`](super::image_of).
-pub(super) const LOOK_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Comparison of an image with its manifest before a guest runs from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,10 +70,9 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> 
 /// False where one of them cannot be examined; the copy reports that.
 #[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
-    let options =
-        qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
     let Ok(image) = image.metadata() else { return false };
-    let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
+    let backends =
+        Client::connect(socket, &qmp::Options::default()).and_then(|mut client| Backends::of(&mut client));
     backends.is_ok_and(|backends| {
         backends
             .iter()

@@ -1,8 +1,13 @@
 //! The proof against lists of mappings in a made-up `/proc`.
 
-use serde_json::json;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use towline_qmp::commands::Version;
+use towline_qmp::{CommandError, Commands, Server};
 
 use super::file_id::FileId;
 use super::maps::{Detail, MapsEntry, has_shared, mappings, range_at};
@@ -285,4 +290,36 @@ fn reasons_name_the_way_out() {
     let expected =
         "QEMU maps /images/guest.img from byte 0 on, expected 1048576: start QEMU with offset=1048576";
     assert_eq!(reason.to_string(), expected);
+}
+
+/// The monitor of a QEMU that maps an image, on a busy host.
+struct LateMonitor(String);
+
+impl Commands for LateMonitor {
+    fn names(&self) -> &[&'static str] {
+        &["query-memdev", "qom-get"]
+    }
+
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
+        match (name, arguments.get("property").and_then(Value::as_str)) {
+            ("query-memdev", _) => {
+                thread::sleep(Duration::from_millis(2500));
+                Ok(json!([{ "id": "mem", "size": BYTES, "prealloc": false, "share": false }]))
+            }
+            (_, Some("type")) => Ok(json!("memory-backend-file")),
+            (_, Some("mem-path")) => Ok(self.0.as_str().into()),
+            _ => Err(CommandError::generic("no such property")),
+        }
+    }
+}
+
+/// A process that was confined by then could not examine it.
+#[test]
+fn a_qemu_that_replies_late_is_known_to_map_the_image() {
+    let directory = TempDir::new().unwrap();
+    let [socket, image] = ["qmp", "guest.img"].map(|name| directory.path().join(name));
+    std::fs::write(&image, "image").unwrap();
+    let monitor = LateMonitor(image.to_str().unwrap().to_owned());
+    let _server = Server::start(&socket, Arc::new(monitor)).unwrap();
+    assert!(super::may_map(&socket, &image));
 }

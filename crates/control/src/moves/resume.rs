@@ -248,6 +248,8 @@ impl Resume {
         if self.record.guest_plan.shared_memory {
             case.memory = MemorySharing::Shared;
         }
+        self.source.note_exit(&self.record.source, &self.record);
+        self.destination.note_exit(&self.record.destination, &self.record);
         case.source = self.source.source_view();
         if case.source == Some(SourceStatus::Completed) && !self.is_completion_ours() {
             case.source = Some(SourceStatus::CompletedByOthers);

@@ -10,8 +10,6 @@ use super::super::{Error, MoveEnd, MoveRecord};
 use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationStatus, FinalRunState, RunFailure, SourceStatus};
 
-/// Timeout for the exit of a QEMU whose monitor is disconnected.
-const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for a guest to run after `cont`.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -73,6 +71,14 @@ impl RecordedQemu {
         }
     }
 
+    /// Notes that the QEMU of this end, whose state was not known, has exited since: one with much memory takes seconds for that once its
+    /// monitor is closed.
+    pub(super) fn note_exit(&mut self, end: &MoveEnd, record: &MoveRecord) {
+        if matches!(self, Self::Unknown(_)) && record.has_exited(end) {
+            *self = Self::Exited;
+        }
+    }
+
     /// Reason for which its state is not known.
     pub(super) fn reason(&self) -> Option<&str> {
         match self {
@@ -110,7 +116,7 @@ impl RecordedQemu {
         Some(match qemu.try_query(|qemu| Ok((qemu.migration()?.status, qemu.status()?))) {
             Ok(Some((migration, guest))) => Reply::States { migration, guest },
             Ok(None) => Reply::Unknown,
-            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => Reply::Exited,
+            Err(_) if qemu.has_exited(Duration::ZERO) => Reply::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
                 Reply::Unknown

@@ -100,13 +100,7 @@ fn resumed_in(
     let mut file = RecordFile::new(directory.clone(), record.clone());
     file.write(record.clone()).unwrap();
     drop(file);
-    // A child that another test has just forked shares the lock until it executes its program.
-    loop {
-        match resume_in(directory, "cdcd", choice) {
-            Err(Error::InUse { .. }) => thread::yield_now(),
-            resumed => return resumed,
-        }
-    }
+    resume_in(directory, "cdcd", choice)
 }
 
 fn record(source: MoveEnd, destination: MoveEnd, stage: Decision) -> MoveRecord {
@@ -212,6 +206,18 @@ fn the_state_of_the_other_end_finishes_a_move_where_it_leaves_no_doubt() {
     let both = record(qemu.end(), qemu.end(), Decision::Acknowledge);
     let refused = resumed(&both, Some(ResumeChoice::OtherEnd(Done))).unwrap_err();
     assert!(refused.to_string().contains("both ends are on this host"), "{refused}");
+}
+
+/// Its monitor is gone, and it still frees its memory.
+#[test]
+fn a_qemu_that_is_ending_is_awaited() {
+    let mut child = std::process::Command::new("sleep").arg("0.3").spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    let socket = "/nonexistent/qmp".into();
+    let end = MoveEnd::Qemu { socket, pid: Some(pid), start_time: start_time(pid).ok() };
+    let found = resumed(&record(peer(), end, Decision::Acknowledge), None).unwrap();
+    assert_eq!(found.finding, Finding::Ended, "{found:?}");
+    child.wait().unwrap();
 }
 
 /// The former towline may have done its last action.
