@@ -157,7 +157,7 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
         return Err(Error::Refused(vec![refusal]));
     }
     old::end_leftovers(&options.root, &base, &old);
-    cards.iter().try_for_each(|card| command_line::check_second_frontend(&card.socket))?;
+    cards.iter().try_for_each(|card| command_line::check_second_frontend(&card.socket, cancel))?;
     let directory = claim(&options.root, &base)?;
     let request = UpgradeRequest {
         old: options.old.clone(),

@@ -122,8 +122,8 @@ pub enum Error {
     OneFrontend {
         /// Socket of the card.
         path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
+        /// The error.
+        source: Box<towline_channel::Error>,
     },
     /// Memory that no other process can map.
     #[error(

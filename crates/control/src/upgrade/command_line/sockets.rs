@@ -1,10 +1,9 @@
 //! Sockets in the command line of the new QEMU, and the processes at their other ends.
 
-use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use towline_channel::{Address, Cancel, ChannelExt as _, IoBuf, IoBufMut, SendFlags};
 use towline_launch::QemuVersion;
 use towline_launch::command_line::{Conflict, Properties, QemuOption};
 
@@ -187,23 +186,27 @@ impl OldQemuFacts<'_> {
 ///
 /// # Errors
 /// [`Error::OneFrontend`].
-pub(in super::super) fn check_second_frontend(socket: &Path) -> Result<(), Error> {
-    request_features(socket).map_err(|source| Error::OneFrontend { path: socket.to_owned(), source })
+pub(in super::super) fn check_second_frontend(socket: &Path, cancel: &Cancel) -> Result<(), Error> {
+    request_features(socket, cancel)
+        .map_err(|source| Error::OneFrontend { path: socket.to_owned(), source: source.into() })
 }
 
-fn request_features(socket: &Path) -> std::io::Result<()> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(REPLY_WITHIN))?;
-    stream.set_write_timeout(Some(REPLY_WITHIN))?;
+fn request_features(socket: &Path, cancel: &Cancel) -> towline_channel::Result<()> {
+    // Its queue may be full of connections that it has not accepted.
+    let address = Address::Unix(socket.to_owned());
+    let channel = towline_channel::connect(&address, Instant::now() + REPLY_WITHIN, cancel)?;
+    channel.set_timeouts(Some(REPLY_WITHIN), Some(REPLY_WITHIN))?;
     let request: Vec<u8> = GET_FEATURES.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    stream.write_all(&request)?;
-    stream.read_exact(&mut [0; REPLY_BYTES])
+    channel.send_all(&[IoBuf::from(&request[..])], SendFlags::empty())?;
+    channel.recv_exact(&mut [IoBufMut::from(&mut [0; REPLY_BYTES][..])])
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::ErrorKind;
+    use std::io::{ErrorKind, Read as _, Write as _};
     use std::os::unix::net::UnixListener;
+
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
     use super::*;
 
@@ -211,13 +214,19 @@ mod tests {
     fn a_process_that_does_not_reply_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("net.sock");
-        let kind = |found: Result<(), Error>| match found {
-            Err(Error::OneFrontend { source, .. }) => source.kind(),
+        let check = || check_second_frontend(&path, &Cancel::new().unwrap());
+        let source = |found: Result<(), Error>| match found {
+            Err(Error::OneFrontend { source, .. }) => source,
             other => panic!("{other:?}"),
         };
-        assert_eq!(kind(check_second_frontend(&path)), ErrorKind::NotFound);
+        let missing = source(check());
+        assert!(
+            matches!(&*missing, towline_channel::Error::Io { source, .. } if source.kind() == ErrorKind::NotFound),
+            "{missing}"
+        );
         let listener = UnixListener::bind(&path).unwrap();
-        assert_eq!(kind(check_second_frontend(&path)), ErrorKind::WouldBlock);
+        let silent = source(check());
+        assert!(matches!(*silent, towline_channel::Error::Timeout { .. }), "{silent}");
         let server = std::thread::spawn(move || {
             // The error of the previous attempt.
             drop(listener.accept().unwrap());
@@ -227,7 +236,24 @@ mod tests {
             assert_eq!(request[..4], 1_u32.to_ne_bytes());
             stream.write_all(&[0; REPLY_BYTES]).unwrap();
         });
-        check_second_frontend(&path).unwrap();
+        check().unwrap();
         server.join().unwrap();
+    }
+
+    /// As of a process with one frontend, after some attempts.
+    #[test]
+    fn a_full_queue_is_not_waited_for_without_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("net.sock");
+        let address = SocketAddrUnix::new(&path).unwrap();
+        let flags = SocketFlags::NONBLOCK;
+        let socket =
+            || rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        let listener = socket();
+        rustix::net::bind(&listener, &address).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        while rustix::net::connect(socket(), &address).is_ok() {}
+        let error = check_second_frontend(&path, &Cancel::new().unwrap()).unwrap_err();
+        assert!(error.to_string().contains("does not reply to a second QEMU"), "{error}");
     }
 }
