@@ -11,7 +11,7 @@ use anyhow::Chain;
 use rustix::io::Errno;
 use towline_channel::Error as ChannelError;
 use towline_control::plan::{Error, Failure};
-use towline_control::qemu::Fault;
+use towline_control::qemu::lacks_userfaultfd;
 use towline_image::Error as ImageError;
 use towline_image::atomic_file::Error as FileError;
 use towline_image::manifest::Error as ManifestError;
@@ -61,8 +61,7 @@ pub(crate) fn failure_text(failure: &Failure) -> String {
 /// Returns what is to be known beside an error: that the sandbox has caused it, or a remedy for QEMU.
 pub(crate) fn notes(error: AnyError<'_>, sandbox: Option<&SandboxArgs>) -> Vec<String> {
     let denied = sandbox.and_then(|sandbox| sandbox.explain(errno(error)?, Chain::new(error).find_map(file)));
-    let needs_userfaultfd = Chain::new(error).filter_map(fault).any(|fault| fault == Fault::NoUserfaultfd);
-    let advice = needs_userfaultfd.then(|| {
+    let advice = Chain::new(error).any(needs_userfaultfd).then(|| {
         "QEMU's user needs the right to handle page faults: access to /dev/userfaultfd (Linux 6.1 and QEMU 8.0), \
          or the sysctl vm.unprivileged_userfaultfd=1"
             .into()
@@ -94,14 +93,14 @@ fn file<'a>(error: AnyError<'a>) -> Option<&'a Path> {
     }
 }
 
-/// Returns the fault that QEMU named.
-fn fault(error: AnyError<'_>) -> Option<Fault> {
+/// Returns true if QEMU named a lack of userfaultfd.
+fn needs_userfaultfd(error: AnyError<'_>) -> bool {
     match (error.downcast_ref(), error.downcast_ref()) {
         (Some(Error::SourceFailed { text, .. } | Error::DestinationFailed { text, .. }), _) => {
-            Fault::of(text)
+            lacks_userfaultfd(text)
         }
-        (_, Some(towline_qmp::Error::Refusal { desc, .. })) => Fault::of(desc),
-        _ => None,
+        (_, Some(towline_qmp::Error::Refusal { desc, .. })) => lacks_userfaultfd(desc),
+        _ => false,
     }
 }
 

@@ -7,7 +7,8 @@ mod common;
 
 use common::{TestQemu, binaries};
 use serde_json::{Map, json};
-use towline_control::qemu::{AppliedSettings, Error, IncomingState, MigrationSettings, Qemu};
+use towline_compat::facts::IncomingState;
+use towline_control::qemu::{AppliedSettings, Error, MigrationSettings, Qemu};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, MigrateIncoming, MigrationParameters, RunState};
 

@@ -12,7 +12,7 @@ use towline_qmp as qmp;
 use super::Error;
 use crate::generations::ManagedGuest;
 use crate::lock::lock;
-use crate::qemu::{self, Drive, DriveSnapshot, Qemu};
+use crate::qemu::{self, Drive, Qemu};
 
 /// Files of a disk's chain, each of which costs QEMU memory and a descriptor; replies about a chain twice as long cannot be read.
 const CHAIN_MAX: usize = 64;
@@ -22,13 +22,13 @@ const CHAIN_MAX: usize = 64;
 pub(crate) struct GuestDisks {
     /// The drives as they were when the overlays were planned.
     drives: Vec<Drive>,
+    /// One for each of them, in their order, once they were planned.
     snapshots: Vec<Snapshot>,
 }
 
-/// A drive, and the overlay in which the guest continues.
+/// The overlay in which the guest continues.
 #[derive(Debug)]
 struct Snapshot {
-    drive: Drive,
     overlay: Overlay,
     created: Option<CreatedDisk>,
 }
@@ -108,7 +108,7 @@ impl GuestDisks {
                 drive: drive.name.clone(),
                 file: file.clone().unwrap_or_default(),
             })?;
-            self.snapshots.push(Snapshot { drive: drive.clone(), overlay: overlay.clone(), created: None });
+            self.snapshots.push(Snapshot { overlay: overlay.clone(), created: None });
         }
         let planned: Vec<_> = self.snapshots.iter().map(|snapshot| snapshot.overlay.clone()).collect();
         Ok(Overlay::check(&planned)?)
@@ -157,17 +157,14 @@ impl GuestDisks {
         }
         // Of another command, or of a third party at the monitor.
         let Self { drives: found, .. } = Self::of(qemu)?;
+        let overlays = self.overlays();
         let Self { drives, snapshots } = self;
         let gone = drives.iter().find(|drive| !found.contains(drive));
         if let Some(drive) = gone.or_else(|| found.iter().find(|drive| !drives.contains(drive))) {
             let (socket, drive) = (qemu.socket().to_owned(), drive.name.clone());
             return Err(Error::DriveChanged { socket, drive });
         }
-        let taken: Vec<_> = snapshots
-            .iter()
-            .map(|Snapshot { drive, overlay, .. }| DriveSnapshot { drive, overlay: &overlay.path })
-            .collect();
-        let taken = qemu.take_snapshots(&taken);
+        let taken = qemu.take_snapshots(drives.iter().map(|drive| drive.node.as_str()), &overlays);
         // Only what QEMU has refused was certainly not done.
         if !matches!(&taken, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
             snapshots.iter_mut().filter_map(|snapshot| snapshot.created.take()).for_each(CreatedDisk::keep);

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, ConnectOptions};
+use towline_compat::facts::IncomingState;
 use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
 use towline_qmp as qmp;
@@ -25,7 +26,7 @@ use super::error::Error;
 use super::error_origin;
 use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
-use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState};
+use crate::qemu::{AppliedSettings, MigrationSettings, Qemu, QemuState};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 pub(super) use postcopy::{BREAK_AFTER, RECOVER_INTERVAL};
 
@@ -114,14 +115,15 @@ impl QmpDestination {
     fn of(qemu: Qemu) -> Result<Self, Error> {
         let facts = qemu.facts();
         let socket = qemu.socket().to_owned();
-        match &facts.incoming {
+        match facts.incoming {
             IncomingState::Deferred => {}
             IncomingState::Listening => return Err(Error::WaitsElsewhere { socket }),
             IncomingState::No => {
                 return Err(Error::NotWaiting { socket, status: facts.status.status.as_str().into() });
             }
-            IncomingState::Loading(status) => {
-                return Err(Error::UsedUp { socket, status: status.as_str().into() });
+            IncomingState::Loading => {
+                let status = facts.migration.status.as_ref().map_or("unknown", |status| status.as_str());
+                return Err(Error::UsedUp { socket, status: status.into() });
             }
         }
         Self::new(qemu)

@@ -64,7 +64,7 @@ impl Qemu {
         if let Some(Err(error)) = &early {
             let left =
                 "the guest is protected by another host on, since it is not decided whether that may end";
-            return Ok(RecordOutcome::Left(format!("{left} ({error})")));
+            return Ok(Err(format!("{left} ({error})")));
         }
         end_ferry(record);
         self.end_checkpoints()?;
@@ -78,16 +78,12 @@ impl Qemu {
             Err(error) => {
                 let left =
                     "the guest's output is held: it is not decided whether the host that protects it goes on";
-                return Ok(RecordOutcome::Left(format!("{left} ({error})")));
+                return Ok(Err(format!("{left} ({error})")));
             }
         }
         Ok(match HoldingCards::pass_all(&record.cards, generation) {
-            Ok(()) => {
-                RecordOutcome::Done(vec!["the guest is not protected any more, and its output goes".into()])
-            }
-            Err(error) => {
-                RecordOutcome::Left(format!("the guest's output is held: {error}; see that its card runs"))
-            }
+            Ok(()) => Ok(vec!["the guest is not protected any more, and its output goes".into()]),
+            Err(error) => Err(format!("the guest's output is held: {error}; see that its card runs")),
         })
     }
 }

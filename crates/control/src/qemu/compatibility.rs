@@ -16,12 +16,9 @@ use towline_qmp::{self as qmp, Client, CommandRequest, Options, Submitted};
 use super::connection::Qemu;
 use super::device_tree::if_known;
 use super::error::Error;
-use super::facts::{
-    IMAGE_REQUESTS, IncomingState, VHOST_USER, image_facts, image_requests, mark_disconnected,
-    memory_backends, netdevs, requests,
-};
+use super::facts::{IMAGE_REQUESTS, VHOST_USER, image_facts, image_requests, mark_disconnected, requests};
 use super::ram_block::RamBlockInfo;
-use super::{device_tree, open_files, virtio};
+use super::virtio;
 use crate::lock::lock;
 
 /// Properties of the machine that a guest sees.
@@ -61,7 +58,7 @@ impl Qemu {
             version: facts.version.qemu.to_string(),
             machine: facts.machine.clone(),
             status: facts.status.status.as_str().to_owned(),
-            incoming: incoming(&facts.incoming),
+            incoming: facts.incoming,
             uuid: Some(facts.uuid.clone()),
             blocks: facts.migrated_blocks().map(block).collect(),
             capabilities: facts.capabilities.iter().map(|(name, on)| (name.to_string(), *on)).collect(),
@@ -79,12 +76,9 @@ impl Qemu {
     pub fn compat_facts(&mut self) -> Result<facts::QemuFacts, Error> {
         self.refresh()?;
         let cpus = if_known(self.client.execute(&QueryCpusFast))?;
-        let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
-        let network = self.human_command("info network")?;
-        let mut netdevs = network.as_deref().map(netdevs);
-        if let (Some(netdevs), Some(network)) = (&mut netdevs, &network) {
-            self.mark_disconnected(netdevs, network)?;
-        }
+        let facts::QemuFacts { mut devices, mut netdevs, memory_backends, drives, .. } =
+            image_facts(self.client.execute_all(&image_requests()?)?, self.process().pid())?;
+        self.mark_disconnected(netdevs.as_deref_mut().unwrap_or_default())?;
         if let Some(devices) = &mut devices {
             self.virtio(devices, netdevs.as_deref().unwrap_or_default())?;
         }
@@ -92,21 +86,26 @@ impl Qemu {
             Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
             None => None,
         };
-        let mut known = facts::QemuFacts { devices, netdevs, cpu_features, ..self.basic_facts() };
+        let mut known = facts::QemuFacts {
+            devices,
+            netdevs,
+            memory_backends,
+            drives,
+            cpu_features,
+            ..self.basic_facts()
+        };
         known.cpus = cpus.map(|cpus| self.cpus(&cpus)).transpose()?;
         known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
-        known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
-        let pid = self.process().pid();
-        known.drives = self.query_raw("query-block", None)?.map(|reply| open_files::drives(&reply, pid));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
     }
 
-    fn mark_disconnected(&mut self, netdevs: &mut [Netdev], network: &str) -> Result<(), Error> {
+    fn mark_disconnected(&mut self, netdevs: &mut [Netdev]) -> Result<(), Error> {
         if netdevs.iter().any(|netdev| netdev.kind == VHOST_USER)
+            && let Some(network) = self.human_command("info network")?
             && let Some(chardevs) = self.query_raw("query-chardev", None)?
         {
-            mark_disconnected(netdevs, network, &chardevs);
+            mark_disconnected(netdevs, &network, &chardevs);
         }
         Ok(())
     }
@@ -248,15 +247,6 @@ fn pci_address(value: &Value) -> Option<String> {
             Some(format!("{:02x}.{:x}", number >> 3, number & 7))
         }
         _ => None,
-    }
-}
-
-fn incoming(incoming: &IncomingState) -> facts::IncomingState {
-    match incoming {
-        IncomingState::No => facts::IncomingState::No,
-        IncomingState::Deferred => facts::IncomingState::Deferred,
-        IncomingState::Listening => facts::IncomingState::Listening,
-        IncomingState::Loading(_) => facts::IncomingState::Loading,
     }
 }
 

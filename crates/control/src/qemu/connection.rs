@@ -9,7 +9,7 @@ use towline_channel::Cancel;
 use towline_compat::facts::QemuFacts;
 use towline_qmp::commands::{
     Capability, Cont, CpuFast, MigrationInfo, MigrationParameters, QueryCpusFast, QueryMigrate,
-    QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
+    QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
 };
 use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, Options};
 
@@ -377,7 +377,9 @@ impl Qemu {
         if std::mem::take(&mut self.has_current_settings) {
             return Ok((self.facts.capabilities.clone(), self.facts.parameters.clone()));
         }
-        facts::settings(&mut self.client)
+        let (states, parameters) =
+            facts::execute_both(&mut self.client, &QueryMigrateCapabilities, &QueryMigrateParameters)?;
+        Ok((facts::by_name(states), parameters))
     }
 
     pub(super) fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {

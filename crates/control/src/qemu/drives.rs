@@ -1,14 +1,14 @@
 //! Drives of a running guest: their files now, and snapshots of all of them at one instant.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 use towline_launch::DriveFiles;
 use towline_qmp::commands::{BlockDevice, BlockImage, QueryBlock, Transaction, TransactionAction};
 
 use super::{Error, Qemu};
+use crate::journal::now_ms;
 
 /// A program in place of one that does not exist any more.
 const DEFAULT_PROGRAM: &str = "qemu-system-x86_64";
@@ -29,14 +29,6 @@ pub(crate) struct Drive {
     /// Properties that a copy of its content would lose.
     pub(crate) extras: Option<&'static str>,
     pub(crate) files: DriveFiles,
-}
-
-/// A file in which a drive goes on.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct DriveSnapshot<'a> {
-    pub(crate) drive: &'a Drive,
-    /// A qcow2 file with the drive's file as its backing file.
-    pub(crate) overlay: &'a Path,
 }
 
 impl Drive {
@@ -109,22 +101,28 @@ impl Qemu {
         path.filter(|path| path.is_file()).unwrap_or_else(|| DEFAULT_PROGRAM.into())
     }
 
-    /// Has all of these drives go on in their overlays from one instant on, or none.
+    /// Has each drive of these nodes go on in the overlay of the same index, a qcow2 file with the drive's file as its backing file, from one
+    /// instant on, or none.
     ///
     /// # Errors
     /// [`Error::Qmp`].
-    pub(crate) fn take_snapshots(&mut self, snapshots: &[DriveSnapshot<'_>]) -> Result<(), Error> {
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let action = |(n, snapshot): (usize, &DriveSnapshot<'_>)| TransactionAction::BlockdevSnapshotSync {
-            node_name: snapshot.drive.node.clone(),
-            // At most 31 characters; a name that is taken is refused.
-            snapshot_node_name: format!("towline-{:x}-{n}", since_1970.as_millis()),
-            snapshot_file: snapshot.overlay.to_string_lossy().into_owned(),
-            format: "qcow2".into(),
-            mode: "existing".into(),
-        };
-        self.client()
-            .execute(&Transaction { actions: snapshots.iter().enumerate().map(action).collect() })?;
+    pub(crate) fn take_snapshots<'a>(
+        &mut self,
+        nodes: impl Iterator<Item = &'a str>,
+        overlays: &[PathBuf],
+    ) -> Result<(), Error> {
+        let now = now_ms();
+        let action =
+            |(n, (node, overlay)): (usize, (&str, &PathBuf))| TransactionAction::BlockdevSnapshotSync {
+                node_name: node.to_owned(),
+                // At most 31 characters; a name that is taken is refused.
+                snapshot_node_name: format!("towline-{now:x}-{n}"),
+                snapshot_file: overlay.to_string_lossy().into_owned(),
+                format: "qcow2".into(),
+                mode: "existing".into(),
+            };
+        let actions = nodes.zip(overlays).enumerate().map(action).collect();
+        self.client().execute(&Transaction { actions })?;
         Ok(())
     }
 }

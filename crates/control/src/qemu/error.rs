@@ -94,24 +94,16 @@ impl Error {
     }
 }
 
-/// A fault that QEMU only describes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    /// QEMU may not use userfaultfd, which is a matter of rights on every kernel that it supports.
-    NoUserfaultfd,
-}
-
-impl Fault {
-    /// Returns the fault that QEMU (7.2 to 11.1) names with these words, if it is a known one.
-    pub fn of(words: &str) -> Option<Self> {
-        const NO_USERFAULTFD: [&str; 4] = [
-            "Background-snapshot is not supported by host kernel",
-            "Userfaultfd not available",
-            "userfault",
-            "Postcopy is not supported",
-        ];
-        NO_USERFAULTFD.iter().any(|known| words.contains(known)).then_some(Self::NoUserfaultfd)
-    }
+/// Returns true if QEMU (7.2 to 11.1) says with these words that it may not use userfaultfd, which is a matter of rights on every kernel
+/// that it supports.
+pub fn lacks_userfaultfd(words: &str) -> bool {
+    let known = [
+        "Background-snapshot is not supported by host kernel",
+        "Userfaultfd not available",
+        "userfault",
+        "Postcopy is not supported",
+    ];
+    known.iter().any(|known| words.contains(known))
 }
 
 /// Changes of a killed towline that were undone, and those that were not.

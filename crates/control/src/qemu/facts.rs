@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use towline_compat::facts::{MemoryBackend, Netdev, QemuFacts};
+use towline_compat::facts::{IncomingState, MemoryBackend, Netdev, QemuFacts};
 use towline_qmp::commands::{
     Capability, CapabilityState, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus,
     QomGet, QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid,
@@ -76,32 +76,18 @@ impl QemuState {
     }
 }
 
-/// State of an incoming migration.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IncomingState {
-    /// None: it has a guest.
-    No,
-    /// Started with `-incoming defer`, and no `migrate-incoming` received yet. A 7.2 with `-incoming exec:`
-    /// or `fd:` reports the same, and refuses `migrate-incoming`.
-    Deferred,
-    /// Listening for its first connection.
-    Listening,
-    /// A guest is being received, or failed to load and QEMU did not exit.
-    Loading(MigrationStatus),
-}
-
-impl IncomingState {
-    fn of(status: &Status, migration: &MigrationInfo) -> Self {
-        if status.status != RunState::INMIGRATE {
-            return Self::No;
-        }
-        match &migration.status {
-            Some(status) if *status == MigrationStatus::SETUP => Self::Listening,
-            Some(status) if *status != MigrationStatus::NONE => Self::Loading(status.clone()),
-            // 7.2 reports no status before the first connection, only the address.
-            _ if !migration.socket_address.is_empty() => Self::Listening,
-            _ => Self::Deferred,
-        }
+/// State of an incoming migration. A 7.2 with `-incoming exec:` or `fd:` reports the same as with `defer`, and refuses
+/// `migrate-incoming`.
+fn incoming(status: &Status, migration: &MigrationInfo) -> IncomingState {
+    if status.status != RunState::INMIGRATE {
+        return IncomingState::No;
+    }
+    match &migration.status {
+        Some(status) if *status == MigrationStatus::SETUP => IncomingState::Listening,
+        Some(status) if *status != MigrationStatus::NONE => IncomingState::Loading,
+        // 7.2 reports no status before the first connection, only the address.
+        _ if !migration.socket_address.is_empty() => IncomingState::Listening,
+        _ => IncomingState::Deferred,
     }
 }
 
@@ -149,7 +135,7 @@ pub(super) fn of_replies(
         uuid: next().of::<QueryUuid>()?.uuid,
         capabilities,
         parameters,
-        incoming: IncomingState::of(&status, &migration),
+        incoming: incoming(&status, &migration),
         peer: client.peer_credentials().ok(),
         version,
         status,
@@ -170,14 +156,6 @@ fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBloc
     })
 }
 
-/// Queries capabilities and parameters with one round trip.
-pub(super) fn settings(
-    client: &mut Client,
-) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
-    let (states, parameters) = execute_both(client, &QueryMigrateCapabilities, &QueryMigrateParameters)?;
-    Ok((by_name(states), parameters))
-}
-
 /// Executes two commands with one round trip.
 pub(super) fn execute_both<A: Command, B: Command>(
     client: &mut Client,
@@ -190,7 +168,7 @@ pub(super) fn execute_both<A: Command, B: Command>(
     Ok((next().of::<A>()?, next().of::<B>()?))
 }
 
-fn by_name(states: Vec<CapabilityState>) -> BTreeMap<Capability, bool> {
+pub(super) fn by_name(states: Vec<CapabilityState>) -> BTreeMap<Capability, bool> {
     states.into_iter().map(|state| (state.capability, state.state)).collect()
 }
 
@@ -233,7 +211,7 @@ pub(super) fn image_facts(
 }
 
 /// Backends in the reply to `query-memdev`.
-pub(super) fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
+fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
     let is_on = |value: &Value| value.as_bool().unwrap_or_default();
     let backend = |entry: &Value| MemoryBackend {
         id: entry["id"].as_str().unwrap_or_default().to_owned(),
@@ -245,7 +223,7 @@ pub(super) fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
 }
 
 /// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed here.
-pub(super) fn netdevs(text: &str) -> Vec<Netdev> {
+fn netdevs(text: &str) -> Vec<Netdev> {
     let netdev = |line: &str| {
         let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
         let kind = rest.split(',').find_map(|part| part.strip_prefix("type="))?;

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 use towline_channel::Cancel;
+use towline_compat::facts::IncomingState;
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Cont, Migrate, MigrationInfo, MigrationStatus, RunState};
 
 use super::connection::Qemu;
 use super::device_tree::qom_children;
 use super::error::{Error, RepairReport};
-use super::facts::IncomingState;
 use super::left_ferry::end_left_ferry;
 use super::migration::MIGRATION_CLEANUP_TIMEOUT;
 use super::settings::Change;
@@ -38,29 +38,18 @@ const CANCELLABLE: [MigrationStatus; 3] =
 const IN_PROGRESS: [MigrationStatus; 2] = [MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Result of undoing one change.
-pub(super) enum RecordOutcome {
-    /// Undone or obsolete, as these texts describe.
-    Done(Vec<String>),
-    /// Not undone, for this reason.
-    Left(String),
-}
+/// Result of undoing one change: undone or obsolete, as these texts describe, or not undone, for this reason.
+pub(super) type RecordOutcome = Result<Vec<String>, String>;
 
 impl RepairReport {
     fn add(&mut self, entry: &JournalEntry, outcome: RecordOutcome) {
         match outcome {
-            RecordOutcome::Done(done) => {
+            Ok(done) => {
                 entry.done();
                 self.done.extend(done);
             }
-            RecordOutcome::Left(left) => self.left.push(left),
+            Err(left) => self.left.push(left),
         }
-    }
-}
-
-impl RecordOutcome {
-    fn done(text: String) -> Self {
-        Self::Done(vec![text])
     }
 }
 
@@ -165,9 +154,9 @@ impl Qemu {
                 continue;
             }
             let outcome = match (&busy, record.remove_files()) {
-                (_, Some(Ok(done))) => RecordOutcome::done(done),
-                (_, Some(Err(error))) => RecordOutcome::Left(format!("{}: {error}", name(&record))),
-                (Some(text), None) => RecordOutcome::Left(format!("{}: {text}", name(&record))),
+                (_, Some(Ok(done))) => Ok(vec![done]),
+                (_, Some(Err(error))) => Err(format!("{}: {error}", name(&record))),
+                (Some(text), None) => Err(format!("{}: {text}", name(&record))),
                 (None, None) => self.undo(&record)?,
             };
             repaired.add(&entry, outcome);
@@ -222,12 +211,12 @@ impl Qemu {
     /// what was done, or of what remains to be done.
     pub(crate) fn plug_in(&mut self, device: &UndoRecord) -> Result<Vec<String>, Error> {
         Ok(match (self.undo(device)?, device) {
-            (RecordOutcome::Done(done), _) => done,
-            (RecordOutcome::Left(left), UndoRecord::Device { add, .. }) => {
+            (Ok(done), _) => done,
+            (Err(left), UndoRecord::Device { add, .. }) => {
                 let socket = self.socket();
                 vec![format!("{left}; plug it in at {socket}: `device_add` {}", Value::from(add.clone()))]
             }
-            (RecordOutcome::Left(left), _) => vec![left],
+            (Err(left), _) => vec![left],
         })
     }
 
@@ -238,17 +227,17 @@ impl Qemu {
                 self.put_settings_back(capabilities, parameters)?
             }
             UndoRecord::Device { path, add } => self.plug_again(path, add)?,
-            UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
+            UndoRecord::Migration { to, .. } => Ok(vec![format!("migration to {to} has ended")]),
             UndoRecord::Stopped { overlays } => self.run_on(overlays)?,
             UndoRecord::Mirrors { jobs } => match self.drop_mirrors(jobs) {
-                Err(error @ Error::JobRuns { .. }) => RecordOutcome::Left(error.to_string()),
-                dropped => dropped.map(|()| RecordOutcome::done("copies of its disks ended".into()))?,
+                Err(error @ Error::JobRuns { .. }) => Err(error.to_string()),
+                dropped => dropped.map(|()| Ok(vec!["copies of its disks ended".into()]))?,
             },
             UndoRecord::Exports => {
                 self.end_exports()?;
-                RecordOutcome::done("its disks are not offered to others any more".into())
+                Ok(vec!["its disks are not offered to others any more".into()])
             }
-            UndoRecord::Protection(_) | UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
+            UndoRecord::Protection(_) | UndoRecord::Directory { .. } => Ok(Vec::new()),
         })
     }
 
@@ -270,7 +259,7 @@ impl Qemu {
             self.client().execute(&Cont)?;
             done.push("the guest runs on".into());
         }
-        Ok(RecordOutcome::Done(done))
+        Ok(Ok(done))
     }
 
     fn put_settings_back(
@@ -305,10 +294,10 @@ impl Qemu {
                         .map(|(name, state)| format!("{name} {}", if *state { "on" } else { "off" })),
                 );
                 done.extend(wanted_parameters.iter().map(|(name, value)| format!("{name} {value}")));
-                RecordOutcome::Done(done)
+                Ok(done)
             }
             Err(Error::Qmp(error @ qmp::Error::Refusal { .. })) => {
-                RecordOutcome::Left(format!("migration settings: {error}"))
+                Err(format!("migration settings: {error}"))
             }
             Err(error) => return Err(error),
         })
@@ -317,18 +306,14 @@ impl Qemu {
     fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<RecordOutcome, Error> {
         let (place, device) = path.rsplit_once('/').unwrap_or_default();
         if qom_children(&mut self.client, place)?.iter().any(|child| child.name == device) {
-            return Ok(RecordOutcome::done(format!("device {device} is plugged in")));
+            return Ok(Ok(vec![format!("device {device} is plugged in")]));
         }
         if self.status()?.status == RunState::POSTMIGRATE {
-            return Ok(RecordOutcome::done(format!(
-                "device {device} stays unplugged: the guest was migrated"
-            )));
+            return Ok(Ok(vec![format!("device {device} stays unplugged: the guest was migrated")]));
         }
         match self.client.execute_raw("device_add", Some(add.clone())) {
-            Ok(_) => Ok(RecordOutcome::done(format!("device {device} plugged again"))),
-            Err(qmp::Error::Refusal { desc, .. }) => {
-                Ok(RecordOutcome::Left(format!("device {device} is unplugged: {desc}")))
-            }
+            Ok(_) => Ok(Ok(vec![format!("device {device} plugged again")])),
+            Err(qmp::Error::Refusal { desc, .. }) => Ok(Err(format!("device {device} is unplugged: {desc}"))),
             Err(error) => Err(error.into()),
         }
     }

@@ -43,10 +43,7 @@ pub struct MigrationSettings {
 #[must_use = "only `restore` restores the old values"]
 pub struct AppliedSettings {
     socket: String,
-    capabilities: BTreeMap<Capability, bool>,
-    parameters: Map<String, Value>,
-    /// Parameters that QEMU did not report before: there is no value to restore.
-    unset_before: Vec<String>,
+    change: Change,
     entries: Vec<JournalEntry>,
     ended: bool,
 }
@@ -95,33 +92,21 @@ impl AppliedSettings {
         let parameters = wanted.parameters.to_map();
         let change = Change::between(qemu, &wanted.capabilities, &parameters)
             .map_err(|cause| ApplyError { cause, left: None })?;
-        let settings = Self {
-            socket: qemu.socket().to_owned(),
-            capabilities: change.capabilities.iter().map(|(name, &state)| (name.clone(), !state)).collect(),
-            parameters: change.parameters_before.clone(),
-            unset_before: change
-                .parameters
-                .keys()
-                .filter(|name| !change.parameters_before.contains_key(*name))
-                .cloned()
-                .collect(),
-            entries: change.record().and_then(|record| qemu.record(&record)).into_iter().collect(),
-            ended: false,
-        };
+        let entries = change.record().and_then(|record| qemu.record(&record)).into_iter().collect();
+        let mut settings = Self { socket: qemu.socket().to_owned(), change, entries, ended: false };
         tracing::debug!(
             socket = settings.socket,
-            capabilities = ?change.capabilities,
-            parameters = ?change.parameters,
+            capabilities = ?settings.change.capabilities,
+            parameters = ?settings.change.parameters,
             "settings of QEMU, restored afterwards"
         );
-        match change.apply(qemu) {
+        match settings.change.apply(qemu) {
             Ok(()) => Ok(settings),
             Err(cause @ Error::Qmp(qmp::Error::Disconnected { .. })) => {
                 settings.leave_applied();
                 Err(ApplyError { cause, left: None })
             }
             Err(cause) => {
-                let mut settings = settings;
                 settings.drop_unset_parameters(qemu);
                 Err(ApplyError { cause, left: settings.restore(qemu).err().map(Box::new) })
             }
@@ -138,7 +123,7 @@ impl AppliedSettings {
         let change = Change::of_parameters(parameters.to_map(), &before);
         self.entries.extend(change.record().and_then(|record| qemu.record(&record)));
         for (name, value) in change.parameters_before {
-            self.parameters.entry(name).or_insert(value);
+            self.change.parameters_before.entry(name).or_insert(value);
         }
         qemu.client().execute(&MigrateSetParameters(parameters))?;
         Ok(())
@@ -151,16 +136,19 @@ impl AppliedSettings {
     /// unset them.
     pub fn restore(mut self, qemu: &mut Qemu) -> Result<(), RestoreError> {
         self.ended = true;
-        let made = Change::between(qemu, &self.capabilities, &self.parameters)
+        let (capabilities, parameters) = (self.change.capabilities_before(), &self.change.parameters_before);
+        let made = Change::between(qemu, &capabilities, parameters)
             .and_then(|change| change.apply_best_effort(qemu));
         let mut left = match &made {
             Ok(()) => Vec::new(),
-            Err(_) => match Change::between(qemu, &self.capabilities, &self.parameters) {
+            Err(_) => match Change::between(qemu, &capabilities, parameters) {
                 Ok(change) => describe(&change.capabilities, &change.parameters),
                 Err(_) => self.before(),
             },
         };
-        left.extend(self.unset_before.iter().map(|name| format!("{name} (was unset)")));
+        // There is no value to restore.
+        let unset = self.change.parameters.keys().filter(|name| !parameters.contains_key(*name));
+        left.extend(unset.map(|name| format!("{name} (was unset)")));
         match made {
             Ok(()) if left.is_empty() => {
                 self.entries.iter().for_each(JournalEntry::done);
@@ -180,21 +168,21 @@ impl AppliedSettings {
     /// Changed settings, as `NAME (was VALUE)`.
     #[must_use]
     pub fn before(&self) -> Vec<String> {
-        describe(&self.capabilities, &self.parameters)
+        describe(&self.change.capabilities_before(), &self.change.parameters_before)
     }
 
     /// After a refusal, a parameter that QEMU still does not report was not set.
     fn drop_unset_parameters(&mut self, qemu: &mut Qemu) {
         if let Ok(now) = qemu.parameters_now() {
-            let now = now.to_map();
-            self.unset_before.retain(|name| now.contains_key(name));
+            let (now, Change { parameters, parameters_before, .. }) = (now.to_map(), &mut self.change);
+            parameters.retain(|name, _| parameters_before.contains_key(name) || now.contains_key(name));
         }
     }
 }
 
 impl Drop for AppliedSettings {
     fn drop(&mut self) {
-        let changed = !self.capabilities.is_empty() || !self.parameters.is_empty();
+        let changed = !self.change.capabilities.is_empty() || !self.change.parameters_before.is_empty();
         if changed && !self.ended {
             tracing::warn!(socket = self.socket, left = ?self.before(), "migration settings are not restored");
         }
@@ -202,6 +190,7 @@ impl Drop for AppliedSettings {
 }
 
 /// Difference between a QEMU's settings and the requested ones.
+#[derive(Debug)]
 pub(super) struct Change {
     capabilities: BTreeMap<Capability, bool>,
     parameters: Map<String, Value>,
@@ -215,6 +204,10 @@ impl Change {
         let mut change = Self { capabilities: BTreeMap::new(), parameters, parameters_before: now.clone() };
         change.retain_changed();
         change
+    }
+
+    fn capabilities_before(&self) -> BTreeMap<Capability, bool> {
+        self.capabilities.iter().map(|(name, &state)| (name.clone(), !state)).collect()
     }
 
     fn retain_changed(&mut self) {
@@ -265,14 +258,14 @@ impl Change {
         Ok(change)
     }
 
-    fn apply(self, qemu: &mut Qemu) -> Result<(), Error> {
+    fn apply(&self, qemu: &mut Qemu) -> Result<(), Error> {
         self.set_capabilities(qemu, false)?;
         self.set_parameters(qemu)?;
         self.set_capabilities(qemu, true)
     }
 
     /// As [`Change::apply`], but continues after a refusal. Returns the first error.
-    pub(super) fn apply_best_effort(self, qemu: &mut Qemu) -> Result<(), Error> {
+    pub(super) fn apply_best_effort(&self, qemu: &mut Qemu) -> Result<(), Error> {
         let off = self.set_capabilities(qemu, false);
         let parameters = self.set_parameters(qemu);
         let on = self.set_capabilities(qemu, true);

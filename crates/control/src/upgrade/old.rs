@@ -2,7 +2,9 @@
 //! that earlier upgrades of its guest have left.
 
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -10,6 +12,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, geteuid, pidfd_send_signal};
 use towline_channel::Cancel;
+use towline_compat::facts::IncomingState;
 use towline_launch::{CommandLine, Confinement, RunningGuest, RuntimeRoot};
 use towline_qmp::Options;
 use towline_qmp::commands::{MigrationStatus, RunState};
@@ -20,7 +23,7 @@ use crate::in_place::{self, GuestBackends};
 use crate::moves::{self, MoveEnd};
 use crate::plan;
 use crate::process::Process;
-use crate::qemu::{IncomingState, Qemu, QemuState, generation_id};
+use crate::qemu::{Qemu, QemuState, generation_id};
 use crate::temporary_names::{self, StagingName};
 
 /// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
@@ -74,13 +77,13 @@ impl OldQemu {
         let confinement = confinement(pid.cast_unsigned())?;
         check_user(pid, &confinement)?;
         NAMESPACES.into_iter().try_for_each(|namespace| check_namespace(pid, namespace))?;
-        let program_text = link(pid, "exe")?.to_string_lossy().into_owned();
+        let program_text = read(pid, "exe", fs::read_link)?.to_string_lossy().into_owned();
         let program = PathBuf::from(program_text.strip_suffix(DELETED).unwrap_or(&program_text));
         let program = Some(program).filter(|program| program.file_name().is_some_and(is_qemu));
-        let words = read(pid, "cmdline")?;
+        let words = read(pid, "cmdline", fs::read)?;
         let mut command_line =
             CommandLine::parse_proc(&words).map_err(|source| Error::CommandLine { pid, source })?;
-        let working_directory = link(pid, "cwd")?;
+        let working_directory = read(pid, "cwd", fs::read_link)?;
         let drives: Vec<_> = qemu.drives()?.into_iter().map(|drive| drive.files).collect();
         command_line.use_current_files(&drives, &working_directory);
         Ok(Self {
@@ -127,22 +130,19 @@ fn check_user(pid: i32, confinement: &Confinement) -> Result<(), Error> {
 }
 
 fn check_namespace(pid: i32, namespace: &'static str) -> Result<(), Error> {
-    let own = PathBuf::from(format!("/proc/self/ns/{namespace}"));
-    let own = fs::read_link(&own).map_err(|source| Error::Proc { path: own, source })?;
-    if link(pid, &format!("ns/{namespace}"))? == own {
-        return Ok(());
-    }
-    Err(Error::OtherNamespace { pid, namespace })
+    let name = format!("ns/{namespace}");
+    let is_own = read(pid, &name, fs::read_link)? == read("self", &name, fs::read_link)?;
+    if is_own { Ok(()) } else { Err(Error::OtherNamespace { pid, namespace }) }
 }
 
-fn link(pid: i32, name: &str) -> Result<PathBuf, Error> {
-    let path = PathBuf::from(format!("/proc/{pid}/{name}"));
-    fs::read_link(&path).map_err(|source| Error::Proc { path, source })
-}
-
-fn read(pid: i32, name: &str) -> Result<Vec<u8>, Error> {
-    let path = PathBuf::from(format!("/proc/{pid}/{name}"));
-    fs::read(&path).map_err(|source| Error::Proc { path, source })
+/// A file or a link of a process in `/proc`, read like this.
+fn read<T>(
+    process: impl Display,
+    name: &str,
+    read: impl FnOnce(PathBuf) -> io::Result<T>,
+) -> Result<T, Error> {
+    let path = PathBuf::from(format!("/proc/{process}/{name}"));
+    read(path.clone()).map_err(|source| Error::Proc { path, source })
 }
 
 // New QEMUs of upgrades whose towline was killed before it recorded a decision.
@@ -180,9 +180,9 @@ fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
     let options = Options { deadline: REPLY_TIMEOUT, greeting_deadline: REPLY_TIMEOUT, ..Options::default() };
     let Ok(qemu) = Qemu::inspect(&guest.qmp, &options) else { return false };
     let facts = qemu.facts();
-    match &facts.incoming {
+    match facts.incoming {
         IncomingState::Deferred => true,
-        IncomingState::Listening | IncomingState::Loading(_) => !may_be_recorded(guest.pid),
+        IncomingState::Listening | IncomingState::Loading => !may_be_recorded(guest.pid),
         IncomingState::No => {
             let is_paused = facts.status.status == RunState::PAUSED && !facts.status.running;
             is_paused && old.has_guest && maps_memory_of(guest.pid, old) && !may_be_recorded(guest.pid)
