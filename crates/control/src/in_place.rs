@@ -3,7 +3,7 @@
 //! ```text
 //!   QMP    query-memdev, qom-get, info ramblock ─► Backends: type, size, share, address of each block ─┐
 //!   /proc  maps, smaps of QEMU ───────────────────► FileRange: device, inode, offset, private copies ──┼─► Presence ─► GuestWithPresentBlocks
-//!   image  own mapping, page bitmaps, holes ──────► ExpectedMapping: the same of the block in the image ─────────┘      └─► reasons
+//!   image  own mapping, page bitmaps, holes ──────► FilePart: the same of the block in the image ────────────────┘      └─► reasons
 //! ```
 //!
 //! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is exactly that range
@@ -50,16 +50,16 @@ use towline_migration::{Base, Guest, GuestWithPresentBlocks, Sink, SinkWithPrese
 pub(crate) use arriving::as_base;
 pub use arriving::{image_of, of_arriving};
 pub(crate) use based::{BasedGuest, CapturedGuest};
-pub(crate) use capture::{Capture, PreparedCapture};
+pub(crate) use capture::PreparedCapture;
 pub use disks::PreparedDisks;
 pub(crate) use disks::{GuestDisks, continues_in};
 pub use error::Error;
 pub use file_id::FileId;
 pub use fresh::{OldMemory, old_memory};
+pub use image_file::Reflink;
 pub(crate) use image_file::locked;
-pub use image_file::{Reflink, UnusedReflink};
 pub(crate) use running::mapped_image;
-pub use running::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, of_running, shared_blocks};
+pub use running::{GuestBackends, PrivateBlock, guest_backends, of_running, shared_blocks};
 pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 pub use transfer_reason::TransferReason;
 

@@ -1,14 +1,14 @@
 //! Another QEMU under a running guest of this host, with the guest's memory left where it is.
 //!
 //! ```text
-//!   prepare ─► Prepared ─ start ─► Reversible ─ check ─ switch_over ─► Irreversible ─► Upgraded
+//!   prepare ─► Prepared ─ start ─► Reversible ─ check ─ switch_over ─────────────────► Upgraded
 //!   old QEMU examined,             new QEMU waits,                   it has the guest, and the old one has exited:
 //!   command line rewritten         its sockets under staging names   sockets get their names
 //!                                  └─ dropped: the new QEMU is killed, and nothing of it is left
 //! ```
 //! Until the decision to run the guest in the new QEMU is recorded, everything is undone after a failure, and the guest continues in
 //! the old QEMU: [`Reversible`] is that state as a type. `plan::upgrade` switches over, by the state machine of every move. From
-//! then on (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
+//! then on the old QEMU never runs the guest again, because the new one writes to the memory that both map.
 //!
 //! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
 //! waited for a towline that was killed is ended by the next upgrade of the guest (`old`).
@@ -24,7 +24,6 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::Cancel;
@@ -93,13 +92,6 @@ pub struct Reversible {
     names: Vec<StagingName>,
 }
 
-/// A new QEMU that has the guest, or may have it: nothing here ends it any more.
-#[derive(Debug)]
-struct Irreversible {
-    new: RunningQemu,
-    names: Vec<StagingName>,
-}
-
 /// A guest that continues in another QEMU.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -127,7 +119,7 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     let old = OldQemu::examine(&options.old, cancel)?;
     let host = host_arguments(options, &old)?;
     let version = QemuVersion::of_binary(&host)?;
-    let image = memory::image(&old)?;
+    let (image, image_lock) = memory::image(&old)?.unzip();
     let memory = memory::shared(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
     let context = OldQemuFacts {
@@ -165,12 +157,12 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
         detach_vsock: options.vsocks == Vsocks::Detached,
         card_chardevs: cards.into_iter().map(|card| card.chardev).collect(),
         memory: options.memory,
-        image: image.as_ref().map(|locked| Arc::clone(&locked.image)),
+        image,
         downtime_limit: options.downtime_limit,
     };
     tracing::info!(old = old.socket, pid = old.pid, version = old.version, to = %version, "prepared an upgrade");
     let text = format!("QEMU {} (process {})", old.version, old.pid);
-    let (confinement, image_lock) = (old.confinement, image.map(|locked| locked.lock));
+    let confinement = old.confinement;
     Ok(Prepared { request, old: text, directory, host, guest, names, confinement, image_lock })
 }
 
@@ -229,7 +221,10 @@ impl Reversible {
     /// The reason, and the location of the guest. Unless the new QEMU may have the guest, it is ended.
     pub fn switch_over(mut self, cancel: &Cancel, observer: &dyn Observer) -> Result<Upgraded, Failure> {
         match plan::upgrade(&self.request, cancel, observer) {
-            Ok(report) => Ok(self.pass_point_of_no_return().publish(report)),
+            Ok(report) => {
+                let new = self.pass_point_of_no_return();
+                Ok(publish(&new, &self.names, report))
+            }
             Err(failure) => {
                 if failure.guest.may_be_at_destination() {
                     drop(self.pass_point_of_no_return());
@@ -239,10 +234,9 @@ impl Reversible {
         }
     }
 
-    /// From here on the new QEMU is left alone, whatever happens.
-    fn pass_point_of_no_return(&mut self) -> Irreversible {
-        let new = self.new.take().expect("passed once, by the method that consumes it");
-        Irreversible { new, names: std::mem::take(&mut self.names) }
+    /// From here on the new QEMU is left alone with its names, whatever happens.
+    fn pass_point_of_no_return(&mut self) -> RunningQemu {
+        self.new.take().expect("passed once, by the method that consumes it")
     }
 }
 
@@ -267,23 +261,20 @@ impl Drop for Reversible {
     }
 }
 
-impl Irreversible {
-    /// Gives its sockets their names. The old QEMU has exited, and has unlinked its own.
-    fn publish(self, report: CopyReport) -> Upgraded {
-        let (mut published, mut not_published) = (Vec::new(), Vec::new());
-        for name in &self.names {
-            match name.publish() {
-                Ok(true) => published.push(name.target.clone()),
-                // The move has done that, while its record existed.
-                Ok(false) if name.is_published() => published.push(name.target.clone()),
-                Ok(false) => not_published.push(format!("{}: it is not there", name.path.display())),
-                Err(error) => not_published.push(format!("{}: {error}", name.path.display())),
-            }
+/// Gives the new QEMU's sockets their names. The old QEMU has exited, and has unlinked its own.
+fn publish(new: &RunningQemu, names: &[StagingName], report: CopyReport) -> Upgraded {
+    let (mut published, mut not_published) = (Vec::new(), Vec::new());
+    for name in names {
+        match name.publish() {
+            Ok(true) => published.push(name.target.clone()),
+            // The move has done that, while its record existed.
+            Ok(false) if name.is_published() => published.push(name.target.clone()),
+            Ok(false) => not_published.push(format!("{}: it is not there", name.path.display())),
+            Err(error) => not_published.push(format!("{}: {error}", name.path.display())),
         }
-        let (pid, monitor) = (self.new.pid(), self.new.qmp_path());
-        let name = self.new.directory().name().clone();
-        Upgraded { report, pid, name, monitor, published, not_published }
     }
+    let (pid, name, monitor) = (new.pid(), new.directory().name().clone(), new.qmp_path());
+    Upgraded { report, pid, name, monitor, published, not_published }
 }
 
 /// This host's part of the new command line.

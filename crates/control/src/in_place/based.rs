@@ -9,11 +9,11 @@
 //!
 //! Limits: Linux 6.7, QEMU 8.2 (`info ramblock` with addresses), the rights of a debugger.
 
-use std::cell::OnceCell;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use towline_channel::IoBuf;
 use towline_image::checksum::CHUNK_BYTES;
@@ -27,6 +27,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use super::image_file::Unchanged;
 use super::maps::{Detail, range_at};
 use super::process::{Mappings, OpenMode};
+use super::proof::address_in;
 use super::stored::ImageBlock;
 use super::{MappingKind, TransferReason};
 use crate::qemu::Qemu;
@@ -65,7 +66,7 @@ impl BasedGuest {
     /// The first reason against it.
     pub(crate) fn of(qemu: &Qemu, image: &Arc<Image>) -> Result<Self, TransferReason> {
         check_blocks(qemu, image)?;
-        let (process, own) = (Mappings::of(qemu, Detail::Mappings), OnceCell::new());
+        let (process, own) = (Mappings::of(qemu, Detail::Mappings), Mappings::own());
         let unreadable = |error: io::Error| TransferReason::file(image.path(), error);
         let metadata = image.file().metadata().map_err(unreadable)?;
         if process.open_mode(&metadata)? == Some(OpenMode::Writable) {
@@ -75,7 +76,7 @@ impl BasedGuest {
         let mut blocks = Vec::new();
         for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
             let stored = ImageBlock { image, own: &own, index, block, kind: MappingKind::Written };
-            let address = stored.address_in(qemu)?;
+            let address = address_in(qemu, &block.name)?;
             let length = usize::try_from(block.length).expect("a block fits the address space");
             let (base, view) = match range_at(process.get()?, address, block.length) {
                 Err(TransferReason::Anonymous) => (BlockBase::Nothing, RamMapping::anonymous(length)),
@@ -143,7 +144,7 @@ impl BasedGuest {
         based.map(count).sum()
     }
 
-    /// The captured guest, with its device state of the same instant and this origin.
+    /// The captured guest, with its device state of the same instant, this origin, and the time for which it was stopped.
     ///
     /// # Errors
     /// The image was written meanwhile.
@@ -151,9 +152,10 @@ impl BasedGuest {
         self,
         devices: DeviceState,
         origin: Origin,
+        standstill: Duration,
     ) -> Result<CapturedGuest, super::Error> {
         self.unchanged.check()?;
-        Ok(CapturedGuest { based: self, devices, origin })
+        Ok(CapturedGuest { based: self, devices, origin, standstill })
     }
 }
 
@@ -204,6 +206,8 @@ pub(crate) struct CapturedGuest {
     based: BasedGuest,
     devices: DeviceState,
     origin: Origin,
+    /// Time for which it was stopped; zero if it was paused before.
+    pub(crate) standstill: Duration,
 }
 
 impl CapturedGuest {

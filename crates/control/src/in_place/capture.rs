@@ -16,15 +16,6 @@ use super::{BasedGuest, CapturedGuest, Error, GuestDisks};
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
-/// A guest that was taken, and what it cost.
-#[derive(Debug)]
-pub(crate) struct Capture {
-    /// The guest.
-    pub(crate) guest: CapturedGuest,
-    /// Time for which it was stopped; zero if it was paused before.
-    pub(crate) standstill: Duration,
-}
-
 /// A guest that is about to be taken: what it has written already has its room here, so that only its content is copied while it is
 /// stopped.
 #[derive(Debug)]
@@ -76,7 +67,7 @@ impl PreparedCapture {
         qemu: &mut Qemu,
         disks: &mut GuestDisks,
         mut origin: Origin,
-    ) -> Result<Capture, Error> {
+    ) -> Result<CapturedGuest, Error> {
         let Self { mut based, mut devices } = self;
         let socket = qemu.socket().to_owned();
         let not_captured = |source: io::Error| Error::NotCaptured { socket: socket.clone(), source };
@@ -108,10 +99,10 @@ impl PreparedCapture {
         if let Some(process) = &mut origin.process {
             process.disks = disks.stored();
         }
-        let guest = based.into_guest(state, origin)?;
+        let guest = based.into_guest(state, origin, standstill)?;
         let (written, standstill_us) = (guest.written_bytes(), standstill.as_micros());
         tracing::info!(written, standstill_us, socket = qemu.socket(), "guest taken");
-        Ok(Capture { guest, standstill })
+        Ok(guest)
     }
 }
 

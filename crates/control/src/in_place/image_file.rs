@@ -10,7 +10,6 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -24,7 +23,6 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use super::error::Error;
 use super::transfer_reason::TransferReason;
-use crate::lock::lock;
 
 /// Number of threads that compare an image with its manifest.
 const VERIFY_THREADS: usize = 2;
@@ -194,23 +192,6 @@ impl Reflink {
     #[must_use]
     pub fn image(&self) -> &Image {
         &self.image
-    }
-}
-
-/// A reflink that no guest uses yet.
-#[derive(Debug)]
-pub struct UnusedReflink(Mutex<Option<Reflink>>);
-
-impl UnusedReflink {
-    /// A reflink that is for one guest.
-    #[must_use]
-    pub fn new(reflink: Reflink) -> Self {
-        Self(Mutex::new(Some(reflink)))
-    }
-
-    /// The reflink; `None` if this was called before.
-    pub(crate) fn take(&self) -> Option<Reflink> {
-        lock(&self.0).take()
     }
 }
 

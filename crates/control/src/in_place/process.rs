@@ -6,7 +6,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use rustix::process::getpid;
+
 use super::TransferReason;
+use super::file_id::FileId;
 use super::maps::{self, Detail, MapsEntry};
 use crate::qemu::{Process, Qemu};
 
@@ -26,12 +29,21 @@ impl Mappings {
         Self { process, detail, read: OnceCell::new() }
     }
 
+    /// Those of this process.
+    pub(super) fn own() -> Self {
+        Self { process: Ok(getpid().as_raw_pid()), detail: Detail::Mappings, read: OnceCell::new() }
+    }
+
     pub(super) fn pid(&self) -> Result<i32, TransferReason> {
         self.process.clone()
     }
 
     pub(super) fn get(&self) -> Result<&[MapsEntry], TransferReason> {
-        let read = || read_mappings(&self.directory()?, self.detail);
+        let read = || {
+            let process = self.directory()?;
+            let unreadable = |error| TransferReason::unreadable(process.join(self.detail.file_name()), error);
+            maps::mappings(&process, self.detail).map_err(unreadable)
+        };
         self.read.get_or_init(read).as_deref().map_err(Clone::clone)
     }
 
@@ -51,8 +63,7 @@ impl Mappings {
 
     /// The file that `wanted` describes, opened for reading, if QEMU has it open.
     pub(super) fn open_file(&self, wanted: &Metadata) -> Result<Option<File>, TransferReason> {
-        let is_wanted = |found: &Metadata| Numbers::of(found) == Numbers::of(wanted);
-        let found = self.files()?.into_iter().find(|(_, found)| is_wanted(found));
+        let found = self.files()?.into_iter().find(|(_, found)| FileId::of(found) == FileId::of(wanted));
         let open = |path: PathBuf| File::open(&path).map_err(|error| TransferReason::unreadable(path, error));
         found.map(|(path, _)| open(path)).transpose()
     }
@@ -60,8 +71,8 @@ impl Mappings {
     /// Refuses a process that does not have this file open, or has another one with the same numbers in its
     /// mappings: on btrfs files of several subvolumes share them.
     pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), TransferReason> {
-        let open: Vec<_> = self.files()?.iter().map(|(_, found)| Numbers::of(found)).collect();
-        Numbers::of(file).check_among(&open, path)
+        let open: Vec<_> = self.files()?.iter().map(|(_, found)| FileId::of(found)).collect();
+        FileId::of(file).check_among(&open, path)
     }
 
     /// The files that the process has open, as files of `/proc`.
@@ -82,7 +93,7 @@ impl Mappings {
         // The kernel shows the access mode as the permissions of the link.
         let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
         let mode = |path: &Path| if is_writable(path) { OpenMode::Writable } else { OpenMode::ReadOnly };
-        let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
+        let is_file = |found: &Metadata| FileId::of(found) == FileId::of(file);
         let descriptors = self.descriptors()?;
         Ok(descriptors.iter().filter(|(_, found)| is_file(found)).map(|(path, _)| mode(path)).max())
     }
@@ -112,36 +123,15 @@ pub(super) enum OpenMode {
     Writable,
 }
 
-/// A file, as stat(2) identifies it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Numbers {
-    device: u64,
-    inode: u64,
-}
-
-impl Numbers {
-    fn of(file: &Metadata) -> Self {
-        Self { device: file.dev(), inode: file.ino() }
-    }
-
+impl FileId {
     /// Checks that it is among these, and no file of another device with its inode number. `path` is its name.
     fn check_among(self, files: &[Self], path: &Path) -> Result<(), TransferReason> {
         let path = path.to_owned();
-        if files.iter().any(|file| file.inode == self.inode && file.device != self.device) {
+        if files.iter().any(|file| file.inode == self.inode && *file != self) {
             return Err(TransferReason::Ambiguous { path });
         }
         if files.contains(&self) { Ok(()) } else { Err(TransferReason::NotOpen { path }) }
     }
-}
-
-/// The mappings of this process.
-pub(super) fn own_mappings() -> Result<Vec<MapsEntry>, TransferReason> {
-    read_mappings(Path::new("/proc/self"), Detail::Mappings)
-}
-
-fn read_mappings(process: &Path, detail: Detail) -> Result<Vec<MapsEntry>, TransferReason> {
-    let unreadable = |error| TransferReason::unreadable(process.join(detail.file_name()), error);
-    maps::mappings(process, detail).map_err(unreadable)
 }
 
 #[cfg(test)]
@@ -150,9 +140,9 @@ mod tests {
 
     #[test]
     fn a_file_is_found_if_no_other_has_its_inode_number() {
-        let file = |device, inode| Numbers { device, inode };
+        let file = |minor, inode| FileId { major: 0, minor, inode };
         let image = file(40, 257);
-        let check = |files: &[Numbers]| image.check_among(files, Path::new("/a"));
+        let check = |files: &[FileId]| image.check_among(files, Path::new("/a"));
         assert_eq!(check(&[file(1, 9), image, image]), Ok(()));
         assert_eq!(check(&[file(1, 9)]), Err(TransferReason::NotOpen { path: "/a".into() }));
         // The first file of another subvolume, with or without the image open.
@@ -167,8 +157,7 @@ mod tests {
         let (open, other) = (tempfile::tempfile().unwrap(), tempfile::NamedTempFile::new().unwrap());
         let closed = other.as_file().metadata().unwrap();
         let path = other.path().to_owned();
-        let process = i32::try_from(std::process::id()).unwrap();
-        let process = Mappings { process: Ok(process), detail: Detail::Mappings, read: OnceCell::new() };
+        let process = Mappings::own();
         assert_eq!(process.check_open(&path, &open.metadata().unwrap()), Ok(()));
         assert_eq!(process.check_open(&path, &closed), Ok(()));
         let path = other.into_temp_path();

@@ -7,28 +7,13 @@ use serde_json::{Map, Value};
 use towline_qmp::commands::{Memdev, QomGet, QueryMemdev};
 use towline_qmp::{self as qmp, Client, CommandRequest};
 
-use super::file_id::FileId;
-use super::maps::{FileRange, MapSharing};
+use super::MappingKind;
+use super::maps::{FilePart, FileRange, MapSharing};
 use super::transfer_reason::TransferReason;
-use super::{Mapped, MappingKind};
-use crate::qemu::if_known;
+use crate::qemu::{Qemu, if_known};
 
 /// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
 const RANGES_SINCE: (u32, u32) = (8, 2);
-
-/// Memory that a block must be.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ExpectedMapping<'a> {
-    /// Name of the block.
-    pub(super) block: &'a str,
-    /// Length in bytes.
-    pub(super) bytes: u64,
-    pub(super) kind: MappingKind,
-    /// The file.
-    pub(super) file: FileId,
-    /// The block's first byte in it.
-    pub(super) offset: u64,
-}
 
 /// Refuses a backend by QEMU's own description; its mapping need not be examined then.
 pub(super) fn check_backend(
@@ -63,8 +48,14 @@ pub(super) fn may_change_file(backend: &BackendObject) -> bool {
     backend.maps_file() && !backend.readonly
 }
 
-/// Compares the mapping of a block with the expected one.
-pub(super) fn prove(wanted: &ExpectedMapping<'_>, found: FileRange) -> Result<Mapped, TransferReason> {
+/// Address of a block in the process of its QEMU.
+pub(super) fn address_in(qemu: &Qemu, block: &str) -> Result<u64, TransferReason> {
+    let no_address = || TransferReason::NoAddress { found: qemu.facts().version.qemu.to_string() };
+    qemu.facts().address_of(block).ok_or_else(no_address)
+}
+
+/// Compares the mapping of a block with the part of a file that it must be.
+pub(super) fn prove(kind: MappingKind, wanted: FilePart, found: FileRange) -> Result<(), TransferReason> {
     if found.file != wanted.file {
         let (path, found, expected) = (found.path, found.file, wanted.file);
         return Err(TransferReason::OtherFile { path, found, expected });
@@ -76,12 +67,10 @@ pub(super) fn prove(wanted: &ExpectedMapping<'_>, found: FileRange) -> Result<Ma
     if !found.is_writable {
         return Err(TransferReason::ReadOnly);
     }
-    match (wanted.kind, found.sharing, found.private_bytes) {
+    match (kind, found.sharing, found.private_bytes) {
         (MappingKind::CopyOnWrite, MapSharing::Private, Some(0))
         | (MappingKind::Written, MapSharing::Private, _)
-        | (MappingKind::Reflink | MappingKind::Running, MapSharing::Shared, _) => {
-            Ok(Mapped { block: wanted.block.to_owned(), bytes: wanted.bytes, kind: wanted.kind })
-        }
+        | (MappingKind::Reflink | MappingKind::Running, MapSharing::Shared, _) => Ok(()),
         (MappingKind::CopyOnWrite, MapSharing::Private, Some(bytes)) => {
             Err(TransferReason::PrivateCopies { bytes })
         }

@@ -1,13 +1,14 @@
 //! Memory of a running guest: the parts that another QEMU can map, and the proof that a waiting one maps them.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+use towline_launch::MappedBlock;
+
 use super::file_id::FileId;
-use super::maps::{Detail, MapSharing, has_shared, overlaps_shared, range_at, shared_parts};
+use super::maps::{Detail, FilePart, MapSharing, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
-use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, prove};
+use super::proof::{BackendObject, Backends, address_in, check_backend, prove};
 use super::{Error, Mapped, MappingKind, Presence, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
@@ -50,10 +51,6 @@ impl MappedQemu<'_> {
     fn backend(&self, block: &str) -> Result<&BackendObject, TransferReason> {
         self.backends.of_block(block).ok_or(TransferReason::NoBackend)
     }
-
-    fn address_of(&self, block: &str) -> Option<u64> {
-        self.qemu.facts().address_of(block)
-    }
 }
 
 /// The exit of one QEMU must leave the memory to the other.
@@ -75,28 +72,23 @@ impl QemuPair<'_> {
     fn block(&self, block: &str, bytes: u64) -> Result<Mapped, TransferReason> {
         let (backend, version) = (self.old.backend(block)?, &self.new.qemu.facts().version);
         check_backend(self.new.backend(block)?, bytes, version)?;
-        let no_address = |side: &MappedQemu<'_>| TransferReason::NoAddress {
-            found: side.qemu.facts().version.qemu.to_string(),
-        };
-        let address = self.new.address_of(block).ok_or_else(|| no_address(&self.new))?;
-        let new = range_at(self.new.process.get()?, address, bytes);
+        let new = range_at(self.new.process.get()?, address_in(self.new.qemu, block)?, bytes);
         let mappings = self.old.process.get()?;
-        let old = match (self.old.address_of(block), &new) {
-            (Some(address), _) => range_at(mappings, address, bytes)?,
-            (None, _) if !self.old.backends.has_unique_size(backend) => {
-                return Err(no_address(&self.old));
-            }
-            (None, Ok(range)) if !has_shared(mappings, range.file, range.offset, bytes) => {
+        let old = match (address_in(self.old.qemu, block), &new) {
+            (Ok(address), _) => range_at(mappings, address, bytes)?,
+            (Err(reason), _) if !self.old.backends.has_unique_size(backend) => return Err(reason),
+            (Err(_), Ok(range)) if !has_shared(mappings, range.file, range.offset, bytes) => {
                 let (path, found) = (range.path.clone(), range.file);
                 return Err(TransferReason::NotSharedWithSource { path, found });
             }
-            (None, _) => new.clone()?,
+            (Err(_), _) => new.clone()?,
         };
-        let (kind, file, offset) = (MappingKind::Running, old.file, old.offset);
-        let wanted = ExpectedMapping { block, bytes, kind, file, offset };
+        let kind = MappingKind::Running;
+        let wanted = FilePart { file: old.file, offset: old.offset, length: bytes };
         // The old QEMU's side first: it must write into the file as well.
-        prove(&wanted, old)?;
-        prove(&wanted, new?)
+        prove(kind, wanted, old)?;
+        prove(kind, wanted, new?)?;
+        Ok(Mapped { block: block.to_owned(), bytes, kind })
     }
 
     /// Refuses memory of this block that is another memory of the guest, or may be: its pages would need to
@@ -116,25 +108,11 @@ impl QemuPair<'_> {
 
     /// Returns true if a part of the block in the new QEMU is memory of the old one; `None`: unknown.
     fn is_foreign(&self, block: &str, bytes: u64) -> Option<bool> {
-        let address = self.new.address_of(block)?;
+        let address = address_in(self.new.qemu, block).ok()?;
         let (new, old) = (self.new.process.get().ok()?, self.old.process.get().ok()?);
         let mut parts = shared_parts(new, address, bytes);
         Some(parts.any(|part| overlaps_shared(old, part.file, part.offset, part.length)))
     }
-}
-
-/// A block of a guest's memory that another process can map.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SharedBlock {
-    /// Id of its backend.
-    pub backend: String,
-    /// Length of the block in bytes.
-    pub bytes: u64,
-    /// The file: its name, or a descriptor of the QEMU that has it (`/proc/PID/fd/N`).
-    pub path: PathBuf,
-    /// The block's first byte in the file.
-    pub offset: u64,
 }
 
 /// A block of a guest's memory that no other process can map.
@@ -155,8 +133,8 @@ pub struct PrivateBlock {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GuestBackends {
-    /// Blocks that another QEMU can map.
-    pub shared: Vec<SharedBlock>,
+    /// Blocks that another QEMU can map: of files by their names, or by descriptors of the QEMU that has them (`/proc/PID/fd/N`).
+    pub shared: Vec<MappedBlock>,
     /// The others.
     pub private: Vec<PrivateBlock>,
 }
@@ -186,8 +164,8 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
         check_discards(backend, qemu)?;
         match locate(backend, block.address, &backends, &process) {
             Ok((path, offset)) => {
-                let (backend, bytes) = (backend.id.clone(), block.used_bytes);
-                found.shared.push(SharedBlock { backend, bytes, path, offset });
+                let (id, length) = (backend.id.clone(), block.used_bytes);
+                found.shared.push(MappedBlock { id, path, offset, length });
             }
             Err(reason) => found.private.push(PrivateBlock {
                 backend: backend.id.clone(),
@@ -234,7 +212,7 @@ fn locate(
         }
         // On some filesystems the numbers of a file differ from those of its mappings, so only its name
         // identifies it.
-        return Ok((path_of(&|found| file_id(found) == range.file)?, range.offset));
+        return Ok((path_of(&|found| FileId::of(found) == range.file)?, range.offset));
     }
     // QEMU before 8.2 reports no addresses, and maps files from their beginning.
     if !backends.has_unique_size(backend) {
@@ -242,7 +220,7 @@ fn locate(
     }
     let is_it = |found: &fs::Metadata| {
         let bytes = backend.bytes;
-        found.is_file() && found.len() == bytes && has_shared(mappings, file_id(found), 0, bytes)
+        found.is_file() && found.len() == bytes && has_shared(mappings, FileId::of(found), 0, bytes)
     };
     Ok((path_of(&is_it)?, 0))
 }
@@ -256,11 +234,5 @@ fn named(backend: &BackendObject, process: &Mappings, open: Option<&fs::Metadata
         return None;
     }
     let named = fs::metadata(&path).ok().filter(fs::Metadata::is_file)?;
-    let is_same = |open: &fs::Metadata| (open.dev(), open.ino()) == (named.dev(), named.ino());
-    open.is_none_or(is_same).then_some(path)
-}
-
-fn file_id(file: &fs::Metadata) -> FileId {
-    let (major, minor) = (rustix::fs::major(file.dev()), rustix::fs::minor(file.dev()));
-    FileId { major, minor, inode: file.ino() }
+    open.is_none_or(|open| FileId::of(open) == FileId::of(&named)).then_some(path)
 }

@@ -1,8 +1,6 @@
 //! Memory of a stored guest: an image, or a reflink of one.
 
-use std::cell::OnceCell;
 use std::fs::{File, Metadata};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use towline_channel::Cancel;
@@ -12,11 +10,12 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use towline_qmp::{self as qmp, Client};
 
+use super::file_id::FileId;
 use super::fresh::may_be_new_file;
 use super::image_file::{Unchanged, stale_page, verify_block};
-use super::maps::{Detail, FileRange, MapsEntry, range_at};
-use super::process::{Mappings, OpenMode, own_mappings};
-use super::proof::{BackendObject, Backends, ExpectedMapping, check_backend, may_change_file, prove};
+use super::maps::{Detail, FilePart, FileRange, range_at};
+use super::process::{Mappings, OpenMode};
+use super::proof::{BackendObject, Backends, address_in, check_backend, may_change_file, prove};
 use super::{Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock};
 use crate::qemu::Qemu;
 
@@ -138,7 +137,7 @@ fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
 /// The proof by the kernel alone, without a query: the image is mapped, and all other blocks are anonymous
 /// memory. `None` if that does not hold; QEMU's backends then give the reason.
 fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
-    let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
+    let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), Mappings::own());
     // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through
     // all page tables. Neither writes of a guest nor holes of its balloon reach a file that is open for
     // reading only.
@@ -165,8 +164,7 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
 }
 
 fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind) -> Result<Presence, Error> {
-    let process = Mappings::of(qemu, Detail::PrivateCopies);
-    let own = OnceCell::new();
+    let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), Mappings::own());
     let unchanged = Unchanged::of(image);
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
@@ -199,8 +197,8 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
 /// A block of an image.
 pub(super) struct ImageBlock<'a> {
     pub(super) image: &'a Image,
-    /// The mappings of this process, once read.
-    pub(super) own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
+    /// The mappings of this process.
+    pub(super) own: &'a Mappings,
     pub(super) index: BlockIndex,
     pub(super) block: &'a RamBlock,
     pub(super) kind: MappingKind,
@@ -215,7 +213,7 @@ impl ImageBlock<'_> {
     ) -> Result<Mapped, TransferReason> {
         let bytes = self.block.length;
         check_backend(backend, bytes, &qemu.facts().version)?;
-        let address = self.address_in(qemu)?;
+        let address = address_in(qemu, &self.block.name)?;
         let own = self.own_range()?;
         let found = range_at(process.get()?, address, bytes)?;
         let is_image = found.file == own.file;
@@ -223,12 +221,6 @@ impl ImageBlock<'_> {
             return Err(TransferReason::WritableImage);
         }
         self.prove_range(found, &own, process)
-    }
-
-    /// Address of the block in this QEMU's process.
-    pub(super) fn address_in(&self, qemu: &Qemu) -> Result<u64, TransferReason> {
-        let no_address = || TransferReason::NoAddress { found: qemu.facts().version.qemu.to_string() };
-        qemu.facts().address_of(&self.block.name).ok_or_else(no_address)
     }
 
     /// Compares the mapping of the block with the block in this process's mapping, and the file with the
@@ -239,17 +231,11 @@ impl ImageBlock<'_> {
         own: &FileRange,
         process: &Mappings,
     ) -> Result<Mapped, TransferReason> {
-        let wanted = ExpectedMapping {
-            block: &self.block.name,
-            bytes: self.block.length,
-            kind: self.kind,
-            file: own.file,
-            offset: own.offset,
-        };
-        let mapped = prove(&wanted, found)?;
+        let (kind, bytes) = (self.kind, self.block.length);
+        prove(kind, FilePart { file: own.file, offset: own.offset, length: bytes }, found)?;
         self.check_open(process)?;
         self.check_content(own.offset)?;
-        Ok(mapped)
+        Ok(Mapped { block: self.block.name.clone(), bytes, kind })
     }
 
     /// The block in this process's own mapping of the image: the kernel names the file there as it does in
@@ -257,9 +243,8 @@ impl ImageBlock<'_> {
     pub(super) fn own_range(&self) -> Result<FileRange, TransferReason> {
         let page = PageRef { block: self.index, offset: 0 };
         let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(TransferReason::NotMapped)?;
-        let own = self.own.get_or_init(own_mappings);
-        let own = own.as_ref().map_err(Clone::clone)?;
-        range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| TransferReason::NotMapped)
+        range_at(self.own.get()?, bytes.as_ptr().addr() as u64, PAGE_SIZE)
+            .map_err(|_| TransferReason::NotMapped)
     }
 
     fn check_open(&self, process: &Mappings) -> Result<(), TransferReason> {
@@ -299,7 +284,7 @@ fn is_file(backend: &BackendObject, image: &Image) -> bool {
 
 fn is_same(backend: &BackendObject, file: &Metadata) -> bool {
     let named = backend.file().map(std::fs::metadata);
-    matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
+    matches!(named, Some(Ok(named)) if FileId::of(&named) == FileId::of(file))
 }
 
 /// Refuses a QEMU that can change the image or one that it is based on by the backend of any block, or that

@@ -10,9 +10,9 @@ use towline_qmp::commands::Version;
 use towline_qmp::{CommandError, Commands, Server};
 
 use super::file_id::FileId;
-use super::maps::{Detail, MapsEntry, has_shared, mappings, range_at};
-use super::proof::{BackendObject, ExpectedMapping, check_backend, may_change_file, prove};
-use super::{Mapped, MappingKind, TransferReason};
+use super::maps::{Detail, FilePart, MapsEntry, has_shared, mappings, range_at};
+use super::proof::{BackendObject, check_backend, may_change_file, prove};
+use super::{MappingKind, TransferReason};
 
 const MIB: u64 = 1 << 20;
 const PATH: &str = "/images/guest.img";
@@ -22,6 +22,7 @@ const FILE: FileId = FileId { major: 0xfe, minor: 0, inode: 4711 };
 const ADDRESS: u64 = 0x7f2a_0000_0000;
 const OFFSET: u64 = MIB;
 const BYTES: u64 = 512 * MIB;
+const WANTED: FilePart = FilePart { file: FILE, offset: OFFSET, length: BYTES };
 
 /// A `/proc` with one process, 99.
 struct FakeProc(TempDir);
@@ -41,21 +42,16 @@ impl FakeProc {
         Self(directory)
     }
 
-    fn prove_at(
-        &self,
-        wanted: &ExpectedMapping<'_>,
-        address: u64,
-        detail: Detail,
-    ) -> Result<Mapped, TransferReason> {
-        prove(wanted, range_at(&self.mappings(detail), address, wanted.bytes)?)
+    fn prove_at(&self, kind: MappingKind, address: u64, detail: Detail) -> Result<(), TransferReason> {
+        prove(kind, WANTED, range_at(&self.mappings(detail), address, BYTES)?)
     }
 
     fn mappings(&self, detail: Detail) -> Vec<MapsEntry> {
         mappings(&self.0.path().join("99"), detail).unwrap()
     }
 
-    fn prove(&self, wanted: &ExpectedMapping<'_>) -> Result<Mapped, TransferReason> {
-        self.prove_at(wanted, ADDRESS, Detail::PrivateCopies)
+    fn prove(&self, kind: MappingKind) -> Result<(), TransferReason> {
+        self.prove_at(kind, ADDRESS, Detail::PrivateCopies)
     }
 }
 
@@ -74,44 +70,33 @@ fn image_lines() -> Vec<String> {
     mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711        {PATH}"))
 }
 
-fn wanted(kind: MappingKind) -> ExpectedMapping<'static> {
-    ExpectedMapping { block: "pc.ram", bytes: BYTES, kind, file: FILE, offset: OFFSET }
-}
-
-fn proven(kind: MappingKind) -> Mapped {
-    Mapped { block: "pc.ram".into(), bytes: BYTES, kind }
-}
-
 #[test]
 fn the_range_of_the_image_is_proven() {
     let private = FakeProc::new(&image_lines());
-    assert_eq!(private.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
+    assert_eq!(private.prove(MappingKind::CopyOnWrite), Ok(()));
     // Two lines that continue each other, as after mprotect(2) of a part.
     let file = format!("fe:00 4711 {PATH}");
     let first = mapping(ADDRESS, 2 * MIB, "rw-p", OFFSET, &file);
     let second = mapping(ADDRESS + 2 * MIB, BYTES - 2 * MIB, "rw-p", OFFSET + 2 * MIB, &file);
     let split = FakeProc::new(&[first, second].concat());
-    assert_eq!(split.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
+    assert_eq!(split.prove(MappingKind::CopyOnWrite), Ok(()));
     // The whole file in one mapping, the block within it.
     let whole = FakeProc::new(&mapping(ADDRESS - OFFSET, BYTES + 8 * MIB, "rw-p", 0, &file));
-    assert_eq!(whole.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
+    assert_eq!(whole.prove(MappingKind::CopyOnWrite), Ok(()));
     // The same file without its name: it is still the open one.
     let deleted = mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711 {PATH} (deleted)"));
-    assert_eq!(
-        FakeProc::new(&deleted).prove(&wanted(MappingKind::CopyOnWrite)),
-        Ok(proven(MappingKind::CopyOnWrite))
-    );
+    assert_eq!(FakeProc::new(&deleted).prove(MappingKind::CopyOnWrite), Ok(()));
 }
 
 #[test]
 fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
     let shared = mapping(ADDRESS, BYTES, "rw-s", OFFSET, "fe:00 4711 /memfd:memory-backend-memfd (deleted)");
     for kind in [MappingKind::Reflink, MappingKind::Running] {
-        let found = FakeProc::new(&shared).prove_at(&wanted(kind), ADDRESS, Detail::Mappings);
-        assert_eq!(found, Ok(proven(kind)));
+        let found = FakeProc::new(&shared).prove_at(kind, ADDRESS, Detail::Mappings);
+        assert_eq!(found, Ok(()));
         // With the fields it is the same file.
-        assert_eq!(FakeProc::new(&shared).prove(&wanted(kind)), Ok(proven(kind)));
-        let error = FakeProc::new(&image_lines()).prove(&wanted(kind)).unwrap_err();
+        assert_eq!(FakeProc::new(&shared).prove(kind), Ok(()));
+        let error = FakeProc::new(&image_lines()).prove(kind).unwrap_err();
         assert_eq!(error, TransferReason::Private);
     }
 }
@@ -180,17 +165,16 @@ fn wrong_mappings_are_not_proven() {
         ("pages in swap", copies(3, "Swap:                  4 kB"), PrivateCopies { bytes: 4 << 10 }),
     ];
     for (what, lines, expected) in cases {
-        assert_eq!(FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite)), Err(expected), "{what}");
+        assert_eq!(FakeProc::new(&lines).prove(MappingKind::CopyOnWrite), Err(expected), "{what}");
     }
 }
 
 #[test]
 fn private_copies_have_to_be_reported() {
     let lines: Vec<_> = image_lines().into_iter().filter(|line| line.contains('-')).collect();
-    let found = FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite));
+    let found = FakeProc::new(&lines).prove(MappingKind::CopyOnWrite);
     assert_eq!(found, Err(TransferReason::PrivateCopiesUnknown));
-    let found =
-        FakeProc::new(&image_lines()).prove_at(&wanted(MappingKind::CopyOnWrite), ADDRESS, Detail::Mappings);
+    let found = FakeProc::new(&image_lines()).prove_at(MappingKind::CopyOnWrite, ADDRESS, Detail::Mappings);
     assert_eq!(found, Err(TransferReason::PrivateCopiesUnknown));
 }
 
@@ -206,10 +190,10 @@ fn blocks_in_another_order_are_not_proven() {
         ]
         .concat(),
     );
-    let cases = [("ram0", ADDRESS, first, second), ("ram1", ADDRESS + 2 * BYTES, second, first)];
-    for (block, address, expected, found) in cases {
-        let wanted = ExpectedMapping { block, offset: expected, ..wanted(MappingKind::CopyOnWrite) };
-        let reason = swapped.prove_at(&wanted, address, Detail::PrivateCopies).unwrap_err();
+    for (address, expected, found) in [(ADDRESS, first, second), (ADDRESS + 2 * BYTES, second, first)] {
+        let wanted = FilePart { offset: expected, ..WANTED };
+        let range = range_at(&swapped.mappings(Detail::PrivateCopies), address, BYTES).unwrap();
+        let reason = prove(MappingKind::CopyOnWrite, wanted, range).unwrap_err();
         assert_eq!(reason, TransferReason::Offset { path: PATH.into(), found, expected });
     }
 }

@@ -17,7 +17,7 @@ use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::Observer;
 use super::request::WritableDisks;
-use crate::in_place::{self, Capture, GuestDisks, PreparedCapture, PreparedDisks};
+use crate::in_place::{self, CapturedGuest, GuestDisks, PreparedCapture, PreparedDisks};
 use crate::qemu::{self, Qemu};
 
 /// Makes an overlay of each disk that the guest of the QEMU at `socket` writes to: in `directory`, or beside the disk. `interrupt` ends the
@@ -69,7 +69,7 @@ pub(super) fn take(
     source: &Source,
     destination: &Destination,
     context: &Context<'_>,
-) -> Result<Option<Capture>, Failure> {
+) -> Result<Option<CapturedGuest>, Failure> {
     let options = context.options;
     let runs_on = destination.is_image() && (options.resumes() || options.is_snapshot());
     let Some(path) = source.monitor().filter(|_| runs_on) else { return Ok(None) };
@@ -143,7 +143,7 @@ fn taken(
     disks: &mut GuestDisks,
     destination: &Destination,
     context: &Context<'_>,
-) -> Result<Option<Capture>, Error> {
+) -> Result<Option<CapturedGuest>, Error> {
     let image = match based_image(qemu) {
         Ok(Some(image)) => Arc::new(image),
         Ok(None) => return Ok(None),

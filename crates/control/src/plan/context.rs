@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel, ConnectOptions, ListenOptions, Listener};
@@ -16,7 +16,7 @@ use super::error::{Error, check_cancelled};
 use super::error_origin;
 use super::progress::{ComparedDisks, CopyReport, DestinationState, Observer, Progress, SourceState};
 use super::request::{ConnectingEnd, CopyRequest, Tls};
-use crate::in_place::UnusedReflink;
+use crate::in_place::Reflink;
 use crate::qemu::{self, Qemu, StartedQemu};
 
 /// A destination's QEMU that this process has started for a copy.
@@ -24,8 +24,8 @@ use crate::qemu::{self, Qemu, StartedQemu};
 pub struct OwnQemu<'a> {
     /// The connection to its monitor.
     pub started: Option<&'a StartedQemu>,
-    /// The reflink of the image that it was given as its memory.
-    pub reflink: Option<&'a UnusedReflink>,
+    /// The reflink of the image that it was given as its memory, if it was, until it uses that.
+    pub reflink: &'a Mutex<Option<Reflink>>,
     /// Networks whose link is down when the guest begins to run.
     pub links_down: &'a [String],
 }

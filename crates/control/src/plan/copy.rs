@@ -27,7 +27,7 @@ use super::recorder::RecordedEnds;
 use super::request::CopyRequest;
 use super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::validate::{validate, validate_stream};
-use crate::in_place::Capture;
+use crate::in_place::CapturedGuest;
 use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
 
 /// Interval of checks for a socket that does not exist yet.
@@ -72,7 +72,7 @@ pub fn copy(
     }
     match options.postcopy() {
         None => match captured::take(source, destination, &context)? {
-            Some(capture) => copy_captured(&capture, destination, &context),
+            Some(guest) => copy_captured(&guest, destination, &context),
             None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
         },
         Some(how) => postcopy::copy(source, destination, how, &context),
@@ -120,14 +120,14 @@ pub(super) fn copy_stored(
 
 /// Stores a guest that was taken, and runs on if it ran before.
 fn copy_captured(
-    capture: &Capture,
+    guest: &CapturedGuest,
     destination: &Destination,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let mut source = StoredSource::new(&capture.guest as &(dyn StoredGuest + 'static));
+    let mut source = StoredSource::new(guest as &(dyn StoredGuest + 'static));
     let report = transfer(&mut source, destination, context)?;
-    let downtime_ms = u64::try_from(capture.standstill.as_millis()).ok();
-    let source = if capture.standstill.is_zero() { report.source } else { SourceState::Running };
+    let downtime_ms = u64::try_from(guest.standstill.as_millis()).ok();
+    let source = if guest.standstill.is_zero() { report.source } else { SourceState::Running };
     Ok(CopyReport { downtime_ms, source, ..report })
 }
 

@@ -16,8 +16,8 @@ use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock, statvfs};
 use rustix::io::Errno;
 use rustix::process::geteuid;
@@ -32,9 +32,10 @@ use towline_protocol::{BlockIndex, RamBlock};
 
 use super::options::{Download, Error, PrepareContext};
 use crate::plan::{self, CopyRequest, Destination, Observer, Source};
+use crate::waits::{Woken, wait};
 
 /// Interval at which a lock is tried again that another towline has.
-const LOCK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+const LOCK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The file of one image.
 #[derive(Debug)]
@@ -202,10 +203,8 @@ pub(super) fn lock_exclusively(file: &fs::File, cancel: &Cancel, awaits: impl Fn
         if let Some(awaits) = awaits.take() {
             awaits();
         }
-        match poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&LOCK_INTERVAL)) {
-            Ok(0) | Err(Errno::INTR) => {}
-            Ok(_) => return Err(ErrorKind::Interrupted.into()),
-            Err(errno) => return Err(errno.into()),
+        if wait(cancel, None, LOCK_INTERVAL) == Woken::Cancelled {
+            return Err(ErrorKind::Interrupted.into());
         }
     }
 }

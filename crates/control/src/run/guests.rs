@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::path::Path;
+use std::sync::Mutex;
 
 use towline_image::{Image, Origin, StoredDisk};
 use towline_launch::command_line::QemuOption;
@@ -15,7 +16,7 @@ use towline_protocol::RamBlock;
 
 use super::image::RunImage;
 use super::options::{CommandLineTrust, Disks, Error, MemoryRequest, Networks, RunOptions};
-use crate::in_place::{Reflink, UnusedReflink};
+use crate::in_place::Reflink;
 use crate::plan::is_same_file;
 
 /// A guest that is about to start.
@@ -30,8 +31,8 @@ pub struct GuestStart {
     pub(super) command_line: AllowedCommandLine,
     /// Overlays that must be made first.
     pub(super) overlays: Vec<Overlay>,
-    /// The image's reflink that is its memory, if devices of other processes share that.
-    pub(super) reflink: Option<UnusedReflink>,
+    /// The image's reflink that is its memory, if devices of other processes share that, until its only guest uses it.
+    pub(super) reflink: Mutex<Option<Reflink>>,
     /// Networks whose link is down when it begins to run.
     pub(super) links_down: Vec<String>,
 }
@@ -100,15 +101,15 @@ impl GuestStart {
                 own.accept(&HostArguments { arguments: Vec::new(), ..host.clone() })?
             }
         };
-        Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: None, links_down })
+        Ok(Self { name, n, host, command_line, overlays: Vec::new(), reflink: Mutex::default(), links_down })
     }
 
     /// Has it map its memory from another image of the same guest.
     pub(super) fn map_from(&mut self, image: &RunImage, version: Option<QemuVersion>) -> Result<(), Error> {
         let Some((image, version)) = image.file().zip(version) else { return Ok(()) };
-        let mapped = MappedGuest::of(image, &self.command_line, version)
+        let (command_line, reflink) = mapped(image, &self.command_line, version)
             .map_err(|reason| Error::NotMapped { image: image.path().to_owned(), reason })?;
-        (self.command_line, self.reflink) = (mapped.command_line, mapped.reflink);
+        (self.command_line, self.reflink) = (command_line, Mutex::new(reflink));
         Ok(())
     }
 
@@ -214,20 +215,20 @@ fn map_memory(
     version: Option<QemuVersion>,
     guests: &mut [GuestStart],
 ) -> Result<MemoryOrigin, Error> {
-    let mapped = image.file().zip(version).filter(|_| request.is_mapped());
-    let Some((image, version)) = mapped else {
+    let from = image.file().zip(version).filter(|_| request.is_mapped());
+    let Some((image, version)) = from else {
         return Ok(match request {
             MemoryRequest::Copied => MemoryOrigin::Copied(None),
             _ => MemoryOrigin::Postcopy,
         });
     };
-    let mapped = guests.iter().map(|guest| MappedGuest::of(image, &guest.command_line, version));
-    match mapped.collect::<Result<Vec<_>, _>>() {
+    let all = guests.iter().map(|guest| mapped(image, &guest.command_line, version));
+    match all.collect::<Result<Vec<_>, _>>() {
         Ok(mapped) => {
-            for (guest, mapped) in guests.iter_mut().zip(mapped) {
-                (guest.command_line, guest.reflink) = (mapped.command_line, mapped.reflink);
+            let has_reflinks = mapped.iter().any(|(_, reflink)| reflink.is_some());
+            for (guest, (command_line, reflink)) in guests.iter_mut().zip(mapped) {
+                (guest.command_line, guest.reflink) = (command_line, Mutex::new(reflink));
             }
-            let has_reflinks = guests.iter().any(|guest| guest.reflink.is_some());
             Ok(if has_reflinks { MemoryOrigin::Reflink } else { MemoryOrigin::Mapped })
         }
         Err(reason) if request == MemoryRequest::Mapped => {
@@ -237,36 +238,27 @@ fn map_memory(
     }
 }
 
-/// A guest whose memory is mapped.
-#[derive(Debug)]
-struct MappedGuest {
-    command_line: AllowedCommandLine,
-    reflink: Option<UnusedReflink>,
-}
-
-impl MappedGuest {
-    /// Has a guest map its memory: from the image, or from a reflink of it that its devices share.
-    fn of(
-        image: &Image,
-        guest: &AllowedCommandLine,
-        version: QemuVersion,
-    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        // Of an increment the base; what differs is sent.
-        let image = image.whole();
-        // The user's own arguments too: they may bring a backend or such a device.
-        let whole = guest.whole();
-        let made = whole.options().iter().any(is_vhost_user).then(|| Reflink::create(image));
-        let why = "vhost-user devices share the guest's memory, which needs its own file";
-        let reflink = made.transpose().map_err(|error| format!("{why}: {error}"))?;
-        let (path, sharing) = match &reflink {
-            Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
-            None => (image.path().canonicalize()?, Sharing::CopyOnWrite),
-        };
-        let mut command_line = guest.clone();
-        let memory = MappedMemory { blocks: blocks(image, &whole, &path)?, sharing };
-        memory.apply(&mut command_line, version)?;
-        Ok(Self { command_line, reflink: reflink.map(UnusedReflink::new) })
-    }
+/// Has a guest map its memory: from the image, or from a reflink of it that its devices share.
+fn mapped(
+    image: &Image,
+    guest: &AllowedCommandLine,
+    version: QemuVersion,
+) -> Result<(AllowedCommandLine, Option<Reflink>), Box<dyn std::error::Error + Send + Sync>> {
+    // Of an increment the base; what differs is sent.
+    let image = image.whole();
+    // The user's own arguments too: they may bring a backend or such a device.
+    let whole = guest.whole();
+    let made = whole.options().iter().any(is_vhost_user).then(|| Reflink::create(image));
+    let why = "vhost-user devices share the guest's memory, which needs its own file";
+    let reflink = made.transpose().map_err(|error| format!("{why}: {error}"))?;
+    let (path, sharing) = match &reflink {
+        Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
+        None => (image.path().canonicalize()?, Sharing::CopyOnWrite),
+    };
+    let mut command_line = guest.clone();
+    let memory = MappedMemory { blocks: blocks(image, &whole, &path)?, sharing };
+    memory.apply(&mut command_line, version)?;
+    Ok((command_line, reflink))
 }
 
 /// Names of the blocks that are the guest's RAM, of blocks with these names and lengths.

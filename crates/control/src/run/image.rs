@@ -326,14 +326,15 @@ impl RunImage {
             return Ok(false);
         }
         let taken = parent.take(self.origin.clone().unwrap_or_default())?;
+        let parted = parent.parted(&taken);
         drop(parent);
-        plan::store_captured(&taken.guest, &path, cancel).map_err(|failure| {
-            let overlays = taken.parted.overlays.clone();
+        plan::store_captured(&taken, &path, cancel).map_err(|failure| {
+            let overlays = parted.overlays.clone();
             Error::NotStored { path: path.clone(), overlays, source: failure.error }
         })?;
         let made = MadeImage { path: path.clone(), is_kept: AtomicBool::new(false) };
         let file = ImageFile::open(Image::open(&path)?)?;
-        (self.name, self.kind) = (path, OpenImage::Stored { file, made, parted: taken.parted });
+        (self.name, self.kind) = (path, OpenImage::Stored { file, made, parted });
         Ok(true)
     }
 
@@ -356,7 +357,7 @@ impl RunImage {
             parent.disks.used_overlays().for_each(|overlay| clones.observer.notice(&continues_in(overlay)));
         }
         let taken = taken.map_err(Failure::untouched)?;
-        Ok(taken.parted.report(plan::copy_captured_to_all(&taken.guest, clones)?, clones))
+        Ok(parent.parted(&taken).report(plan::copy_captured_to_all(&taken, clones)?, clones))
     }
 
     /// Copies it to all destinations, once: what was opened, though its name may be another one's by now.

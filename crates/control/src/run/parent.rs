@@ -11,7 +11,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::VersionTriple;
 
 use super::options::Error;
-use crate::in_place::{self, Capture, CapturedGuest, GuestDisks, PreparedCapture};
+use crate::in_place::{self, CapturedGuest, GuestDisks, PreparedCapture};
 use crate::plan;
 use crate::qemu::Qemu;
 
@@ -21,13 +21,6 @@ pub(super) struct Parent {
     pub(super) qemu: Qemu,
     pub(super) disks: GuestDisks,
     prepared: Option<PreparedCapture>,
-}
-
-/// A guest that was taken to be forked.
-#[derive(Debug)]
-pub(super) struct TakenGuest {
-    pub(super) guest: CapturedGuest,
-    pub(super) parted: Parted,
 }
 
 /// The guest from which its forks have parted.
@@ -92,11 +85,14 @@ impl Parent {
     }
 
     /// Takes the guest, which was prepared, with its disks of the same instant.
-    pub(super) fn take(&mut self, origin: Origin) -> Result<TakenGuest, in_place::Error> {
+    pub(super) fn take(&mut self, origin: Origin) -> Result<CapturedGuest, in_place::Error> {
         let prepared =
             self.prepared.take().expect("prepared before its forks' QEMUs were started, and taken once");
-        let Capture { guest, standstill } = prepared.take(&mut self.qemu, &mut self.disks, origin)?;
-        let parted = Parted { standstill, overlays: self.disks.overlays() };
-        Ok(TakenGuest { guest, parted })
+        prepared.take(&mut self.qemu, &mut self.disks, origin)
+    }
+
+    /// What becomes of the guest, which was taken.
+    pub(super) fn parted(&self, taken: &CapturedGuest) -> Parted {
+        Parted { standstill: taken.standstill, overlays: self.disks.overlays() }
     }
 }

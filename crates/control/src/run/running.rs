@@ -141,7 +141,7 @@ impl GuestRestore<'_> {
             observer: self,
             own: Some(OwnQemu {
                 started: self.guest.monitor.as_ref(),
-                reflink: self.guest.start.reflink.as_ref(),
+                reflink: &self.guest.start.reflink,
                 links_down: &self.guest.start.links_down,
             }),
         }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use towline_image::Image;
-use towline_launch::{MappedBlock, MappedMemory, QemuVersion, Sharing};
+use towline_launch::{MappedMemory, QemuVersion, Sharing};
 
 use super::error::Error;
 use super::old::OldQemu;
@@ -14,14 +14,8 @@ use crate::plan::UpgradeMemory;
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
 const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
 
-/// An image that guests run on, locked as its readers do.
-pub(super) struct LockedImage {
-    pub(super) image: Arc<Image>,
-    pub(super) lock: File,
-}
-
-/// The image that the old QEMU maps copy-on-write. The new one maps it by the same option.
-pub(super) fn image(old: &OldQemu) -> Result<Option<LockedImage>, Error> {
+/// The image that the old QEMU maps copy-on-write, locked as its readers do. The new one maps it by the same option.
+pub(super) fn image(old: &OldQemu) -> Result<Option<(Arc<Image>, File)>, Error> {
     let mut private = old.backends.private.iter();
     let Some((backend, file)) = private.find_map(|one| Some((&one.backend, one.path.as_ref()?))) else {
         return Ok(None);
@@ -38,7 +32,7 @@ pub(super) fn image(old: &OldQemu) -> Result<Option<LockedImage>, Error> {
     let opened = Image::open(&old.working_directory.join(file));
     let image = Arc::new(opened.map_err(|error| refused(backend, file, error.to_string()))?);
     let lock = in_place::locked(&image).map_err(|reason| refused(backend, file, reason.to_string()))?;
-    Ok(Some(LockedImage { image, lock }))
+    Ok(Some((image, lock)))
 }
 
 /// The shared memory that the new QEMU maps.
@@ -57,16 +51,7 @@ pub(super) fn shared(
         UpgradeMemory::InPlace if version < PROVES_SINCE => {
             return Err(Error::OldTarget { found: version });
         }
-        UpgradeMemory::InPlace => backends
-            .shared
-            .iter()
-            .map(|shared| MappedBlock {
-                id: shared.backend.clone(),
-                path: shared.path.clone(),
-                offset: shared.offset,
-                length: shared.bytes,
-            })
-            .collect(),
+        UpgradeMemory::InPlace => backends.shared.clone(),
     };
     Ok(MappedMemory { blocks, sharing: Sharing::Shared })
 }

@@ -17,6 +17,7 @@ use super::super::preflight;
 use super::super::progress::CopyPhase;
 use super::super::shared_switchover::TransferContext;
 use crate::in_place::{self, IfUnmapped, MappedImage, Presence, Verify};
+use crate::lock::lock;
 use crate::qemu::Process;
 use crate::switchover::MemorySharing;
 use crate::temporary_names;
@@ -141,7 +142,7 @@ impl QemuDestination {
         let if_unmapped =
             if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };
         let notice = |text: &str| context.observer.notice(text);
-        let reflink = context.own.and_then(|own| own.reflink?.take());
+        let reflink = context.own.and_then(|own| lock(own.reflink).take());
         let mapped = MappedImage { image, reflink, verify, if_unmapped };
         let presence = in_place::find_mapped_memory(&mut self.qmp.qemu, mapped, context.cancel, &notice)?;
         context.check_cancelled()?;
