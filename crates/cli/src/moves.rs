@@ -87,13 +87,13 @@ fn go_on(interrupted: InterruptedPostcopy, reporter: &Reporter) -> Result<Option
     Ok(match plan::go_on(interrupted, RECONNECT_TIMEOUT, &cancel, reporter) {
         Ok(_) => {
             let done = "the rest of the guest's memory is at its destination, and its source is ended";
-            Some(Resumed::new(id, vec![done.to_owned()], Finding::AtDestination))
+            Some(Resumed { id, done: vec![done.to_owned()], finding: Finding::AtDestination })
         }
         Err(failure) => {
             console::error(&errors::failure_text(&failure));
             let text = failure.guest.sentence(SourceCategory::Qemu);
             let finding = Finding::Undecided { state: failure.guest.state(SourceCategory::Qemu), text };
-            failure.guest.needs_attention().then(|| Resumed::new(id, Vec::new(), finding))
+            failure.guest.needs_attention().then(|| Resumed { id, done: Vec::new(), finding })
         }
     })
 }

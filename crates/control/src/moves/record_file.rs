@@ -144,11 +144,13 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
             remove_unnamed(directory, &name);
             continue;
         }
-        if remove_empty(directory, &name) {
-            continue;
-        }
-        match load_record(directory, &name) {
-            Ok(record) => records.push(record),
+        let failed = |source| Error::Io { path: directory.path().join(&name), source };
+        let loaded = open(directory, &name).map_err(failed).and_then(|mut file| {
+            let is_removed = is_empty(&file) && remove_unlocked(directory, &name, &file);
+            if is_removed { Ok(None) } else { parse(&mut file, directory, &name).map(Some) }
+        });
+        match loaded {
+            Ok(record) => records.extend(record),
             // It has since been removed.
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
             Err(error) => bad.push(error),
@@ -156,11 +158,6 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
     }
     records.sort_by(|a, b| (a.begun_ms, &a.id, a.role).cmp(&(b.begun_ms, &b.id, b.role)));
     (records, bad)
-}
-
-fn load_record(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
-    let failed = |source| Error::Io { path: directory.path().join(name), source };
-    parse(&mut open(directory, name).map_err(failed)?, directory, name)
 }
 
 fn open(directory: &RuntimeDirectory, name: &str) -> io::Result<File> {
@@ -205,14 +202,11 @@ fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     }
 }
 
-/// Removes a record without content, which a host that lost its power may leave on a disk, as records are not
+/// Returns true for a record without content, which a host that lost its power may leave on a disk, as records are not
 /// synced. No process leaves one: a record is written and locked before it is named.
-fn remove_empty(directory: &RuntimeDirectory, name: &str) -> bool {
-    let Ok(file) = open(directory, name) else { return false };
-    let is_empty = file
-        .metadata()
-        .is_ok_and(|found| found.is_file() && found.len() == 0 && found.uid() == geteuid().as_raw());
-    is_empty && remove_unlocked(directory, name, &file)
+fn is_empty(file: &File) -> bool {
+    file.metadata()
+        .is_ok_and(|found| found.is_file() && found.len() == 0 && found.uid() == geteuid().as_raw())
 }
 
 /// Removes an open file that no other process works on; `false` if it is still there.

@@ -43,7 +43,6 @@ pub enum ResumeChoice {
 
 /// Result of resuming a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct Resumed {
     /// The move.
     pub id: Id,
@@ -51,14 +50,6 @@ pub struct Resumed {
     pub done: Vec<String>,
     /// State of the guest, or the reason for which it is undecided.
     pub finding: Finding,
-}
-
-impl Resumed {
-    /// A move that was finished by other means.
-    #[must_use]
-    pub fn new(id: Id, done: Vec<String>, finding: Finding) -> Self {
-        Self { id, done, finding }
-    }
 }
 
 /// Result for the guest of a move.
@@ -250,11 +241,11 @@ impl Resume {
         }
         self.source.note_exit(&self.record.source, &self.record);
         self.destination.note_exit(&self.record.destination, &self.record);
-        case.source = self.source.source_view();
+        case.source = self.source.source_status();
         if case.source == Some(SourceStatus::Completed) && !self.is_completion_ours() {
             case.source = Some(SourceStatus::CompletedByOthers);
         }
-        case.destination = self.destination.destination_view();
+        case.destination = self.destination.destination_status();
         self.other_end.map_or(case, |other| case.with_other_end(other))
     }
 

@@ -26,17 +26,6 @@ pub(super) enum RecordedQemu {
     Elsewhere,
 }
 
-/// Reply to a query of a QEMU.
-enum Reply {
-    States {
-        migration: Option<MigrationStatus>,
-        guest: Status,
-    },
-    Exited,
-    /// There is none.
-    Unknown,
-}
-
 /// A guest that could not be started.
 #[derive(Debug)]
 pub(super) struct NotRun {
@@ -105,37 +94,37 @@ impl RecordedQemu {
         }
     }
 
-    /// Queries its migration and its guest; `None`: it is elsewhere.
-    fn query(&mut self) -> Option<Reply> {
+    /// Its status by its migration and its guest; `None`: it is elsewhere.
+    fn status<T>(
+        &mut self,
+        exited: T,
+        unknown: T,
+        of: impl FnOnce(Option<MigrationStatus>, &Status) -> T,
+    ) -> Option<T> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(Reply::Exited),
-            Self::Unknown(_) => return Some(Reply::Unknown),
+            Self::Exited => return Some(exited),
+            Self::Unknown(_) => return Some(unknown),
             Self::Elsewhere => return None,
         };
-        Some(match qemu.try_query(|qemu| Ok((qemu.migration()?.status, qemu.status()?))) {
-            Ok(Some((migration, guest))) => Reply::States { migration, guest },
-            Ok(None) => Reply::Unknown,
-            Err(_) if qemu.has_exited(Duration::ZERO) => Reply::Exited,
+        Some(match qemu.try_query(Qemu::migration_and_status) {
+            Ok(Some((migration, guest))) => of(migration.status, &guest),
+            Ok(None) => unknown,
+            Err(_) if qemu.has_exited(Duration::ZERO) => exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                Reply::Unknown
+                unknown
             }
         })
     }
 
-    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
-        let (migration, guest) = match self.query()? {
-            Reply::States { migration, guest } => (migration, guest.status),
-            Reply::Exited => return Some(SourceStatus::Exited),
-            Reply::Unknown => return Some(SourceStatus::Unknown),
-        };
-        Some(match migration {
-            _ if guest == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
-            Some(done) if done == MigrationStatus::COMPLETED => match guest {
-                state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
-                _ => SourceStatus::CompletedThenResumed,
-            },
+    pub(super) fn source_status(&mut self) -> Option<SourceStatus> {
+        self.status(SourceStatus::Exited, SourceStatus::Unknown, |migration, guest| match migration {
+            _ if guest.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
+            Some(done) if done == MigrationStatus::COMPLETED && guest.status == RunState::POSTMIGRATE => {
+                SourceStatus::Completed
+            }
+            Some(done) if done == MigrationStatus::COMPLETED => SourceStatus::CompletedThenResumed,
             Some(under_way) if !under_way.is_idle() => SourceStatus::Migrating,
             _ => SourceStatus::HasGuest,
         })
@@ -149,15 +138,10 @@ impl RecordedQemu {
         }
     }
 
-    pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
-        let (migration, guest) = match self.query()? {
-            Reply::States { migration, guest } => (migration, guest),
-            Reply::Exited => return Some(DestinationStatus::Exited),
-            Reply::Unknown => return Some(DestinationStatus::Unknown),
-        };
-        let is_live = is_live(&guest);
-        Some(
-            if (is_live || is_ready(&guest)) && migration.as_ref().is_some_and(MigrationStatus::is_postcopy) {
+    pub(super) fn destination_status(&mut self) -> Option<DestinationStatus> {
+        self.status(DestinationStatus::Exited, DestinationStatus::Unknown, |migration, guest| {
+            let is_live = is_live(guest);
+            if (is_live || is_ready(guest)) && migration.as_ref().is_some_and(MigrationStatus::is_postcopy) {
                 DestinationStatus::LacksMemory(FinalRunState::running_if(is_live))
             } else if is_live {
                 // It may have been migrated again since, and that may have failed.
@@ -166,13 +150,13 @@ impl RecordedQemu {
                 DestinationStatus::Failed
             } else if guest.status == RunState::INMIGRATE {
                 DestinationStatus::Loading
-            } else if is_ready(&guest) {
+            } else if is_ready(guest) {
                 DestinationStatus::Loaded
             } else {
                 // It is being migrated, or was, or has stopped by itself.
                 DestinationStatus::Stopped
-            },
-        )
+            }
+        })
     }
 
     /// Starts the guest and checks that it runs.
