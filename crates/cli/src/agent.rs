@@ -80,7 +80,7 @@ pub(crate) fn run() -> Result<Exit> {
 
 /// Stands by for a guest, also when the session has ended.
 fn stand_by(mut requests: Requests, standby: AgentStandby) -> Result<Exit> {
-    let (commands, released) = (standby.commands(), standby.commands());
+    let (commands, released) = (standby.control(), standby.control());
     let cancel = cancel_on_signals(SignalEffects {
         first: "not standing by any more; the guest runs on at its host",
         second: None,
@@ -90,7 +90,7 @@ fn stand_by(mut requests: Requests, standby: AgentStandby) -> Result<Exit> {
         released.release();
     })?;
     remote::listening(standby.address()).iter().for_each(|line| emit(line));
-    thread::Builder::new().name("session".into()).spawn(move || requests.answer_all(&commands))?;
+    thread::Builder::new().name("session".into()).spawn(move || requests.answer_all(&*commands))?;
     let ended = standby.run(&|text| Events.notice(text));
     let (error, exit) = match &ended {
         Ok(StandbyEnd::Released | StandbyEnd::TakenOver(_)) => (None, Exit::Done),

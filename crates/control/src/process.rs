@@ -176,13 +176,7 @@ impl Process {
     /// Returns true if both are known to be one process.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        match (self, other) {
-            (
-                Self::Known { pid, start_time, .. },
-                Self::Known { pid: other_pid, start_time: other_start_time, .. },
-            ) => pid == other_pid && start_time == other_start_time,
-            _ => false,
-        }
+        self.is_known() && self.identity() == other.identity()
     }
 
     /// User and group of the files that it opens now, which it may have changed since it listened (`-run-with

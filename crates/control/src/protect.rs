@@ -35,7 +35,8 @@ pub use cost::{CostRequest, EpochCost, Forecast, foresee};
 pub use ferry::ferry;
 pub use keeper::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, Times, protect};
 pub(crate) use memory::StandbyMemory;
-pub(crate) use standby::{Standby, StandbyControl, StandbyRequest};
+pub use standby::StandbyControl;
+pub(crate) use standby::{Standby, StandbyRequest};
 pub use standby::{StandbyEnd, StandbyError, Takeover};
 
 /// Treatment of a protected guest's disks.

@@ -52,7 +52,7 @@ pub use error::Error;
 pub use frames::{FramePassing, FrameReceiver};
 pub use guest::{DepartingGuest, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
-pub use protection::{AgentStandby, StandbyCommands};
+pub use protection::AgentStandby;
 
 /// Version of the commands of an agent.
 const SESSION: u64 = 2;

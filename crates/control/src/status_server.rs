@@ -11,7 +11,7 @@
 //! downtime can change ([`Tuning`]).
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
@@ -19,6 +19,7 @@ use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning};
 use towline_qmp::{CommandError, Commands, Server};
 
+use crate::journal::milliseconds;
 use crate::lock::lock;
 use crate::plan::{CopyPhase, CopyReport, CopyRequest, Observer, Progress};
 use crate::statistics::{Metric, StatsObject, StatsSource};
@@ -42,7 +43,17 @@ impl StatusServer {
             cancel: cancel.clone(),
             switched: if options.is_postcopy() { "postcopy-active" } else { "device" },
             tuning: options.tuning.clone(),
-            state: Mutex::new(State::new()),
+            state: Mutex::new(State {
+                started: Instant::now(),
+                status: "setup",
+                running: true,
+                progress: Progress::default(),
+                lanes: Vec::new(),
+                transfer: None,
+                ended: None,
+                downtime_ms: None,
+                error: None,
+            }),
         }
     }
 
@@ -61,7 +72,7 @@ impl StatusServer {
             Err(_) if self.cancel.is_cancelled() => "cancelled",
             Err(_) => "failed",
         };
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.status = status;
         state.ended = Some(state.started.elapsed());
         match outcome {
@@ -72,10 +83,6 @@ impl StatusServer {
             }
             Err(error) => state.error = Some(error),
         }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
     }
 
     /// Sets all or none of them.
@@ -105,7 +112,7 @@ impl StatusServer {
 
 impl Observer for StatusServer {
     fn phase(&self, phase: CopyPhase) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         match phase {
             CopyPhase::Prepare | CopyPhase::Connect => {}
             CopyPhase::Transfer => {
@@ -119,19 +126,19 @@ impl Observer for StatusServer {
     }
 
     fn lanes(&self, lanes: &[LaneSends]) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.lanes.clear();
         state.lanes.extend_from_slice(lanes);
     }
 
     fn progress(&self, progress: &Progress) {
-        self.state().progress = *progress;
+        lock(&self.state).progress = *progress;
     }
 }
 
 impl StatsSource for StatusServer {
     fn statistics(&self) -> Vec<StatsObject> {
-        let state = self.state();
+        let state = lock(&self.state);
         let lane = |(index, lane): (usize, &LaneSends)| StatsObject {
             kind: "migration-lane",
             labels: vec![("lane", index.to_string())],
@@ -150,7 +157,7 @@ impl Commands for StatusServer {
 
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         match name {
-            "query-migrate" => Ok(self.state().query_migrate()),
+            "query-migrate" => Ok(lock(&self.state).query_migrate()),
             "migrate-set-parameters" => self.set_parameters(arguments),
             "migrate_cancel" => {
                 self.cancel.cancel();
@@ -167,47 +174,32 @@ const PAGE_BYTES: u64 = 4096;
 /// Progress of a copy.
 #[derive(Debug)]
 struct State {
-    pub(super) started: Instant,
-    pub(super) status: &'static str,
+    started: Instant,
+    status: &'static str,
     /// True if the guest runs at its source, to this side's knowledge.
-    pub(super) running: bool,
-    pub(super) progress: Progress,
-    pub(super) lanes: Vec<LaneSends>,
+    running: bool,
+    progress: Progress,
+    lanes: Vec<LaneSends>,
     /// Start of the memory transfer.
-    pub(super) transfer: Option<Instant>,
-    pub(super) ended: Option<Duration>,
-    pub(super) downtime_ms: Option<u64>,
-    pub(super) error: Option<String>,
+    transfer: Option<Instant>,
+    ended: Option<Duration>,
+    downtime_ms: Option<u64>,
+    error: Option<String>,
 }
 
 impl State {
-    /// The state of a copy that starts now.
-    pub(super) fn new() -> Self {
-        Self {
-            started: Instant::now(),
-            status: "setup",
-            running: true,
-            progress: Progress::default(),
-            lanes: Vec::new(),
-            transfer: None,
-            ended: None,
-            downtime_ms: None,
-            error: None,
-        }
-    }
-
     /// Reply to `query-migrate`.
     fn query_migrate(&self) -> Value {
         let mut reply = json!({ "status": self.status });
         let total = self.ended.unwrap_or_else(|| self.started.elapsed());
-        reply["total-time"] = milliseconds(total);
+        reply["total-time"] = milliseconds(total).into();
         if let Some(transfer) = self.transfer {
-            reply["setup-time"] = milliseconds(transfer - self.started);
+            reply["setup-time"] = milliseconds(transfer - self.started).into();
             reply["ram"] = ram(&self.progress, total.saturating_sub(transfer - self.started));
         }
         let optional = [
             ("downtime", self.downtime_ms.map(Value::from)),
-            ("expected-downtime", self.progress.expected_downtime.map(milliseconds)),
+            ("expected-downtime", self.progress.expected_downtime.map(|time| milliseconds(time).into())),
             ("cpu-throttle-percentage", self.progress.throttle_percent.map(Value::from)),
             ("error-desc", self.error.clone().map(Value::from)),
         ];
@@ -220,12 +212,11 @@ impl State {
     }
 
     /// Metrics of the whole copy.
-    pub(super) fn metrics(&self) -> Vec<Metric> {
+    fn metrics(&self) -> Vec<Metric> {
         let (progress, moved) = (&self.progress, &self.progress.moved);
         let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
         let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
         let took = self.ended.unwrap_or_else(|| self.started.elapsed());
-        let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         vec![
             Metric::gauge(
                 "running",
@@ -238,7 +229,7 @@ impl State {
                 "1 when it was not done",
                 matches!(self.status, "failed" | "cancelled").into(),
             ),
-            Metric::gauge("time", "since it was begun, until it ended", took).in_milliseconds(),
+            Metric::gauge("time", "since it was begun, until it ended", milliseconds(took)).in_milliseconds(),
             Metric::gauge("ram-bytes", "the guest's RAM", moved.total).in_bytes(),
             Metric::gauge("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
             Metric::gauge(
@@ -311,8 +302,4 @@ fn ram(progress: &Progress, took: Duration) -> Value {
         ram.insert("dirty-sync-count".into(), pass.into());
     }
     Value::Object(ram)
-}
-
-fn milliseconds(time: Duration) -> Value {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).into()
 }

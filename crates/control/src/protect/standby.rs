@@ -79,7 +79,7 @@ pub(crate) struct Standby {
 
 /// The guest's host ends a protection in order by this.
 #[derive(Debug)]
-pub(crate) struct StandbyControl {
+pub struct StandbyControl {
     phase: Mutex<Phase>,
     changed: Condvar,
     channel: OnceLock<Arc<dyn Channel>>,
@@ -200,7 +200,7 @@ impl StandbyControl {
     }
 
     /// Ends the standby: it never takes the guest over. False: it may do so already.
-    pub(crate) fn release(&self) -> bool {
+    pub fn release(&self) -> bool {
         let mut phase = lock(&self.phase);
         if *phase == Phase::Standing {
             *phase = Phase::Released;

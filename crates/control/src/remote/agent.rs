@@ -1,7 +1,7 @@
 //! The other end of the session: makes a place for a guest, and receives it; or sends an image.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
@@ -124,7 +124,7 @@ impl Agent {
 
     /// The next task, once that was requested.
     pub fn task(&self) -> Option<AgentTask> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         match std::mem::take(&mut *state) {
             State::Requested(task) => Some(task),
             other => {
@@ -132,10 +132,6 @@ impl Agent {
                 None
             }
         }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
     }
 
     fn prepare(&self, request: &Prepare) -> Result<Prepared, CommandError> {
@@ -172,7 +168,7 @@ impl Agent {
         }
         let cards = ready.cards.iter().map(|card| card.chardev.clone()).collect();
         let prepared = Prepared { facts, refusals: ready.refusals.clone(), cards };
-        *self.state() = State::Prepared(Box::new(ready));
+        *lock(&self.state) = State::Prepared(Box::new(ready));
         Ok(prepared)
     }
 
@@ -251,7 +247,7 @@ impl Agent {
     }
 
     fn receive(&self, request: &Receive) -> Result<Receiving, CommandError> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let ready = state.take_prepared()?;
         let credentials = one_time_credentials(&request.certificate)?;
         let certificate = to_hex(credentials.own().certificate());
@@ -278,7 +274,7 @@ impl Agent {
     }
 
     fn stand_by(&self, request: StandbyRequest) -> Result<StandsBy, CommandError> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let Ready { destination: Destination::Qmp(monitor), started: Some(started), cards, .. } =
             state.take_prepared()?
         else {
@@ -290,7 +286,7 @@ impl Agent {
     }
 
     fn send(&self, request: &SendImage) -> Result<Sending, CommandError> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let (source, facts) = match (&*state, &request.place) {
             (State::Begun, Place::File(path)) => {
                 let facts = CheckEnd::Image(path.clone()).facts().map_err(failed)?;

@@ -68,10 +68,6 @@ pub struct AgentStandby {
     started: StartedForGuest,
 }
 
-/// Commands of the guest's host while an agent stands by.
-#[derive(Debug)]
-pub struct StandbyCommands(Arc<StandbyControl>);
-
 impl AgentStandby {
     /// A standby in the QEMU with this monitor. Also returns the reply to the request.
     pub(super) fn new(
@@ -113,9 +109,9 @@ impl AgentStandby {
         self.standby.listener.local_address()
     }
 
-    /// Commands that are executed meanwhile.
-    pub fn commands(&self) -> StandbyCommands {
-        StandbyCommands(Arc::clone(&self.standby.control))
+    /// The end of it, also by commands of the guest's host that are executed meanwhile.
+    pub fn control(&self) -> Arc<StandbyControl> {
+        Arc::clone(&self.standby.control)
     }
 
     /// Stands by for the guest. Its QEMU is ended unless it has the guest then.
@@ -149,14 +145,7 @@ impl AgentStandby {
     }
 }
 
-impl StandbyCommands {
-    /// Gives the guest up. False: it may be here.
-    pub fn release(&self) -> bool {
-        self.0.release()
-    }
-}
-
-impl Commands for StandbyCommands {
+impl Commands for StandbyControl {
     fn names(&self) -> &[&'static str] {
         &[ReleaseStandby::NAME]
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::statvfs;
 
@@ -19,40 +19,29 @@ pub(super) struct NeededRoom<'a> {
     pub(super) bytes: u64,
 }
 
-/// Disks whose files are on one filesystem.
-#[derive(Debug, Default)]
-struct OnFilesystem<'a> {
-    drives: Vec<&'a str>,
-    directory: PathBuf,
-    /// Bytes beyond those that the files have.
-    bytes: u64,
-}
-
 /// The reasons for which there is no room. Devices need none.
 pub(super) fn refusals<'a>(needed: impl Iterator<Item = NeededRoom<'a>>) -> Vec<String> {
-    let mut filesystems: BTreeMap<u64, OnFilesystem<'_>> = BTreeMap::new();
+    let mut filesystems: BTreeMap<u64, Vec<NeededRoom<'_>>> = BTreeMap::new();
     for NeededRoom { drive, file, bytes } in needed {
         let (Ok(found), Some(held)) = (fs::metadata(file), allocated(file)) else { continue };
-        let on = filesystems.entry(found.dev()).or_default();
-        on.drives.push(drive);
-        on.directory = file.parent().unwrap_or(file).to_owned();
-        // From another host.
-        on.bytes = on.bytes.saturating_add(bytes.saturating_sub(held));
+        let bytes = bytes.saturating_sub(held);
+        filesystems.entry(found.dev()).or_default().push(NeededRoom { drive, file, bytes });
     }
-    filesystems.into_values().filter_map(|on| on.refusal()).collect()
+    filesystems.values().filter_map(|disks| refusal(disks)).collect()
 }
 
-impl OnFilesystem<'_> {
-    fn refusal(&self) -> Option<String> {
-        let Self { drives, directory, bytes } = self;
-        let found = statvfs(directory).ok()?;
-        let free = found.f_bavail.saturating_mul(found.f_frsize);
-        let (drives, directory) = (drives.join(", "), directory.display());
-        let [needed, free_mib] = [bytes.div_ceil(MIB), free / MIB];
-        (free < *bytes).then(|| {
-            format!("disk {drives} needs {needed} MiB in {directory}, which has {free_mib} MiB free")
-        })
-    }
+/// The reason of one filesystem.
+fn refusal(disks: &[NeededRoom<'_>]) -> Option<String> {
+    let directory = disks.last()?.file.parent()?;
+    let found = statvfs(directory).ok()?;
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    // From another host.
+    let bytes = disks.iter().fold(0_u64, |sum, disk| sum.saturating_add(disk.bytes));
+    let drives = disks.iter().map(|disk| disk.drive).collect::<Vec<_>>().join(", ");
+    let [needed, free_mib] = [bytes.div_ceil(MIB), free / MIB];
+    let directory = directory.display();
+    (free < bytes)
+        .then(|| format!("disk {drives} needs {needed} MiB in {directory}, which has {free_mib} MiB free"))
 }
 
 /// Bytes that a file has on its filesystem; `None` for a device, and what cannot be seen.
