@@ -64,6 +64,8 @@ pub(crate) struct Script {
     pub(crate) delayed: Option<(&'static str, Duration)>,
     /// Devices below `/machine/peripheral`.
     pub(crate) devices: Vec<&'static str>,
+    /// Number of `device_add`s that are refused.
+    pub(crate) refused_devices: u32,
     capabilities: BTreeMap<String, bool>,
     commands: Vec<String>,
 }
@@ -97,6 +99,7 @@ impl FakeQemu {
             vcpus: Vec::new(),
             delayed: None,
             devices: Vec::new(),
+            refused_devices: 0,
             capabilities: known.map(|name| (name.to_owned(), false)).into(),
             commands: Vec::new(),
         }));
@@ -173,6 +176,10 @@ impl Commands for Monitor {
                 json!({})
             }
             "block-export-add" => return Err(CommandError::generic("NBD server not running")),
+            "device_add" if script.refused_devices > 0 => {
+                script.refused_devices -= 1;
+                return Err(CommandError::generic("chardev 'vsock' is already in use"));
+            }
             "cont" => match script.cont {
                 Some(status) => {
                     script.status = status;

@@ -231,8 +231,8 @@ impl VsockDevice {
     }
 
     fn add(&self, qemu: &mut Qemu) -> Result<(), Error> {
-        match qemu.client().execute_raw("device_add", Some(self.arguments())) {
-            Ok(_) => Ok(()),
+        match qemu.plug(&self.arguments()) {
+            Ok(()) => Ok(()),
             Err(qmp::Error::Refusal { desc, .. }) => {
                 Err(Error::NotAttached { socket: qemu.socket().into(), device: self.to_string(), text: desc })
             }

@@ -36,6 +36,8 @@ const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 /// States of a migration that is known by its age.
 const IN_PROGRESS: [MigrationStatus; 2] = [MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
+/// Time for a device that was unplugged to be freed.
+const PLUG_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change: undone or obsolete, as these texts describe, or not undone, for this reason.
@@ -311,10 +313,21 @@ impl Qemu {
         if self.status()?.status == RunState::POSTMIGRATE {
             return Ok(Ok(vec![format!("device {device} stays unplugged: the guest was migrated")]));
         }
-        match self.client.execute_raw("device_add", Some(add.clone())) {
-            Ok(_) => Ok(Ok(vec![format!("device {device} plugged again")])),
+        match self.plug(add) {
+            Ok(()) => Ok(Ok(vec![format!("device {device} plugged again")])),
             Err(qmp::Error::Refusal { desc, .. }) => Ok(Err(format!("device {device} is unplugged: {desc}"))),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Plugs a device in. QEMU refuses one in whose place another was until a moment ago: that has its chardev until QEMU has freed it.
+    pub(crate) fn plug(&mut self, add: &Map<String, Value>) -> Result<(), qmp::Error> {
+        let deadline = Instant::now() + PLUG_TIMEOUT;
+        loop {
+            match self.client.execute_raw("device_add", Some(add.clone())) {
+                Err(qmp::Error::Refusal { .. }) if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
+                plugged => return plugged.map(drop),
+            }
         }
     }
 }

@@ -149,6 +149,8 @@ fn a_guest_gets_its_detached_devices_where_it_is_run() {
         if is_there {
             qemu.fake.script().devices.push("v0");
         }
+        // Its chardev is in use until the one that was unplugged is freed.
+        qemu.fake.script().refused_devices = 3;
         let mut record = record(peer(), qemu.end(), Decision::Run);
         record.devices.push(device.clone());
         let resumed = resumed(&record, None).unwrap();
