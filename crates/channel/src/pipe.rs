@@ -225,7 +225,7 @@ mod tests {
                 tell.send("begins").unwrap();
                 let mut byte = [0];
                 while receiver.recv(&mut [IoBufMut::from(&mut byte)], RecvFlags::empty()).ok() != Some(0) {}
-                // After a failure nobody listens.
+                // After a failure there is no listener.
                 let _ = tell.send("ends");
             });
             told.recv().unwrap();

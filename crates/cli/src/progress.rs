@@ -50,7 +50,7 @@ pub(crate) struct Reporter {
 struct TerminalBar {
     // Not dropped, as dropping the last handle draws.
     bar: ManuallyDrop<ProgressBar>,
-    /// What is before the progress.
+    /// Text before the progress.
     phase: Mutex<String>,
 }
 
@@ -153,7 +153,7 @@ impl TerminalBar {
         Self { bar: ManuallyDrop::new(bar), phase: Mutex::default() }
     }
 
-    /// Draws the text of this phase in so many columns.
+    /// Draws the text of this phase within these columns.
     fn draw(&self, key: usize, text: impl FnOnce(&str, usize) -> String) {
         let (_, width) = Term::stderr().size();
         let width = usize::from(width).saturating_sub(1);

@@ -59,7 +59,7 @@ pub(super) struct TimedEstimate {
 #[derive(Debug, Default)]
 pub(super) struct Samples {
     pub(super) kept: Vec<TimedEstimate>,
-    /// How often every second one was dropped: of `1 << halvings` samples one is kept.
+    /// Number of times that every second one was dropped: of `1 << halvings` samples one is kept.
     halvings: u32,
     /// Number of samples since the last one that was kept.
     skipped: usize,

@@ -91,7 +91,7 @@ impl Parent {
         prepared.take(&mut self.qemu, &mut self.disks, origin)
     }
 
-    /// What becomes of the guest, which was taken.
+    /// State in which the guest is left.
     pub(super) fn parted(&self, taken: &CapturedGuest) -> Parted {
         Parted { standstill: taken.standstill, overlays: self.disks.overlays() }
     }

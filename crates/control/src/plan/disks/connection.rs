@@ -65,7 +65,7 @@ mod tests {
 
     use super::*;
 
-    /// What follows could be written to a disk.
+    /// Its next bytes could be written to a disk.
     #[test]
     fn a_connection_of_an_unknown_purpose_is_refused() {
         for (sent, expected) in [(b"c", Some(Purpose::Content)), (b"h", Some(Purpose::Hashes)), (b"x", None)]

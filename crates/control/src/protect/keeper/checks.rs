@@ -19,7 +19,7 @@ pub(crate) fn check_departing(guest: &DepartingGuest, leaks_output: bool) -> Res
     }
     let networks = facts.netdevs.iter().flatten();
     let (ours, others): (Vec<_>, Vec<_>) = networks.partition(|network| network.kind == "vhost-user");
-    // As many of ours as have a control socket.
+    // As many cards of towline as have a control socket.
     let without = others.first().or_else(|| ours.get(guest.card_controls().len()));
     match without {
         Some(network) if !leaks_output => {
