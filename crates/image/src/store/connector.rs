@@ -20,15 +20,21 @@ use object_store::client::{
 
 use super::error::{CutListing, xml_field};
 use super::lease_state::LeaseGuard;
+use super::{CHUNK_BYTES, RETRY_TIMEOUT};
 
 /// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of a response after its request was sent, and of each part of its body after the previous one.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Rate at which a request is sent at least: others, also of other processes, are sent over the same link.
-const SENT_BYTES_PER_SECOND_MIN: u64 = 4 << 10;
+const SENT_BYTES_PER_SECOND_MIN: u64 = 16 << 10;
+// A chunk that is not answered in time is sent again: no request is after this time.
+const _: () = assert!(
+    CHUNK_BYTES / SENT_BYTES_PER_SECOND_MIN + RESPONSE_TIMEOUT.as_secs() < RETRY_TIMEOUT.as_secs(),
+    "a chunk would be sent once"
+);
 /// Maximum time for sending a request.
-const SENDING_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+const SENDING_TIMEOUT: Duration = Duration::from_secs(2 * 60);
 /// Parameter of the requests that list objects.
 const LISTING: &str = "list-type=2";
 /// Time for which an idle connection is kept.
