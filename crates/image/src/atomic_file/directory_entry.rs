@@ -18,8 +18,9 @@ use crate::regular_file::{FileId, allocated};
 
 /// Number of attempts if other writers rename the file between opening and locking it.
 const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
-/// Attempts that find the file locked by a writer before that is believed: a removal of partials locks each for a moment.
-const WRITER_ATTEMPTS_MAX: usize = 5;
+/// Attempts of a list, and of a writer, that find the file locked by a writer before that is believed: a removal of partials locks each
+/// for a moment, or for as long as a busy host lets it.
+const WRITER_ATTEMPTS_MAX: [usize; 2] = [5, 100];
 /// Attempts in all: a list of partials has each locked for a moment, or for as long as a busy host lets it.
 const LOCKED_ATTEMPTS_MAX: usize = 2000;
 /// Pause before each of them; the release of a lock is not notified.
@@ -152,6 +153,8 @@ impl DirectoryEntry {
     /// Locks a partial. Returns false if a writer has it.
     fn try_lock(&self, partial: &File, operation: FlockOperation) -> Result<bool> {
         let mut writers = 0;
+        let writers_max =
+            WRITER_ATTEMPTS_MAX[usize::from(operation == FlockOperation::NonBlockingLockExclusive)];
         for _ in 0..LOCKED_ATTEMPTS_MAX {
             match fs::flock(partial, operation) {
                 Err(Errno::WOULDBLOCK) => {}
@@ -166,7 +169,7 @@ impl DirectoryEntry {
                 Ok(()) => {
                     let _ = fs::flock(partial, FlockOperation::Unlock);
                 }
-                Err(_) if writers == WRITER_ATTEMPTS_MAX => return Ok(false),
+                Err(_) if writers == writers_max => return Ok(false),
                 Err(_) => writers += 1,
             }
             sleep(LOCKED_PAUSE);
