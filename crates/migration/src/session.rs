@@ -33,6 +33,7 @@ pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub(crate) struct LastWords {
     /// These and not time: while this process is stopped, none passes.
     polls: u32,
+    polled: Option<Instant>,
 }
 
 impl LastWords {
@@ -41,7 +42,10 @@ impl LastWords {
 
     /// Counts a poll. Returns true if the listener is not waited for any longer.
     pub(crate) fn are_over(&mut self) -> bool {
-        self.polls += 1;
+        // A message ends a wait early.
+        if self.polled.is_none_or(|polled| polled.elapsed() >= POLL_INTERVAL) {
+            (self.polls, self.polled) = (self.polls + 1, Some(Instant::now()));
+        }
         self.polls > Self::POLLS_MAX
     }
 }
