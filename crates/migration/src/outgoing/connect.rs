@@ -12,6 +12,7 @@ use towline_channel::{
 };
 
 use super::lane::{LaneOptions, LaneWriter, init};
+use crate::gate::{LinkState, probe_link};
 use crate::incoming::ConnectionKind;
 use crate::{Error, Result, Session, Statistics};
 
@@ -116,7 +117,8 @@ pub fn accept(
 ) -> Result<Connections> {
     const MAIN: u8 = ConnectionKind::Main as u8;
     const LANE: u8 = ConnectionKind::Lane as u8;
-    let (mut main, mut accepted) = (None, Vec::with_capacity(lanes));
+    let mut main: Option<Arc<dyn Channel>> = None;
+    let mut accepted = Vec::with_capacity(lanes);
     while main.is_none() || accepted.len() < lanes {
         let channel: Arc<dyn Channel> = match listener.accept(deadline, cancel) {
             Ok(channel) => channel.into(),
@@ -134,7 +136,10 @@ pub fn accept(
         }
         channel.set_timeouts(None, None)?;
         match kind[0] {
-            MAIN if main.is_none() => main = Some(channel),
+            // One whose destination has ended since is replaced.
+            MAIN if main.as_deref().is_none_or(|main| probe_link(main) != LinkState::Open) => {
+                main = Some(channel);
+            }
             LANE if accepted.len() < lanes => {
                 introduce(&*channel, accepted.len(), uuid)?;
                 accepted.push(channel);
