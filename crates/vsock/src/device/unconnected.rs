@@ -81,18 +81,22 @@ impl<W> Unconnected<W> {
             match &mut *lock(&self.place) {
                 Place::Taken => events = None,
                 Place::Worker(worker) => run(worker),
-                place @ Place::Vacant => match create() {
-                    Ok((mut worker, fd)) => {
-                        run(&mut worker);
-                        (*place, events) = (Place::Worker(worker), Some(fd));
-                    }
-                    Err(error) => {
-                        retry = Some(&RETRY_INTERVAL);
-                        if let Some(failed) = failed.take() {
-                            failed(error);
+                place @ Place::Vacant => {
+                    // It may be the descriptor that is missing.
+                    events = None;
+                    match create() {
+                        Ok((mut worker, fd)) => {
+                            run(&mut worker);
+                            (*place, events) = (Place::Worker(worker), Some(fd));
+                        }
+                        Err(error) => {
+                            retry = Some(&RETRY_INTERVAL);
+                            if let Some(failed) = failed.take() {
+                                failed(error);
+                            }
                         }
                     }
-                },
+                }
             }
             let fds =
                 [cancel.as_fd(), self.changed.as_fd()].into_iter().chain(events.as_ref().map(AsFd::as_fd));
