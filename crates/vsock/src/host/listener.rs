@@ -54,6 +54,8 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let is_own = |stat: rustix::fs::Stat| stat.st_dev == self.device && stat.st_ino == self.inode;
+        // A device that starts takes a socket that is not listened to any more for one that may be replaced.
+        let _lock = lock_directory(&self.path);
         if lstat(&self.path).is_ok_and(is_own) {
             let _ = unlinkat(CWD, &self.path, AtFlags::empty());
         }
