@@ -32,7 +32,7 @@ const F_SEQPACKET: u64 = 1 << 1;
 pub const QUEUES: usize = 3;
 /// Time limit of the worker to report the connections of a guest that is migrated: without them the migration
 /// fails, and the thread of a busy host may be late.
-const SAVE_TIMEOUT: Duration = Duration::from_secs(10);
+const SAVE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Prefix of [`Device::migration_version`], before the CID: the format of the state.
 const VERSION: &str = "vsock 1 seqpacket cid ";
 
