@@ -35,7 +35,7 @@ impl OrphanedThreads {
     pub(crate) fn join<T>(&self, thread: JoinHandle<()>, ended: &Receiver<T>, within: Duration) {
         let name = thread.thread().name().unwrap_or_default().to_owned();
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(within) {
-            tracing::error!(name, ?within, "a thread does not end; it is leaked, with its memory");
+            tracing::error!(name, "a thread does not end; it is leaked, with its memory");
             self.add(thread);
         } else if thread.join().is_err() {
             tracing::error!(name, "a thread panicked");
