@@ -19,7 +19,6 @@ mod cluster;
 mod instance;
 mod status;
 
-use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -80,7 +79,7 @@ fn start(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     instance.remove(PROMOTED)?;
     let mark = instance.new_mark()?;
     // One that fails is not tried again by the cluster.
-    within_time(left() / 2, || cluster::mark_start(&instance.guest, &mark))?;
+    within_time(left() / 2, |by| cluster::mark_start(&instance.guest, &mark, by))?;
     instance.set_started()?;
     set_score(instance, left() / 4);
     Ok(())
@@ -93,10 +92,9 @@ fn stop(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
     instance.kill(left())?;
     instance.remove(STARTED)?;
     // An instance that is not started is not promoted either, and a claim that does not see the mark is made again.
-    let _ = attempt(left() / 4, instance, |instance| cluster::set_score(&instance.guest, None, &[]));
-    if let Ok(mark) = instance.new_mark() {
-        let _ = cluster::mark_start(&instance.guest, &mark);
-    }
+    let by = Instant::now() + left() / 4;
+    let _ = cluster::set_score(&instance.guest, None, &[], by);
+    let _ = instance.new_mark().map(|mark| cluster::mark_start(&instance.guest, &mark, by));
     Ok(())
 }
 
@@ -106,40 +104,28 @@ fn promote(instance: &Instance, within: Duration) -> Outcome {
     }
     instance.set_promoted()?;
     // A promotion that fails would have the copy here ended.
-    if let Err(refusal) = attempt(within, instance, take_scores) {
+    if let Err(refusal) = within_time(within, |by| take_scores(instance, by)) {
         say(&format!("scores of other hosts are not removed: {}", refusal.reason.unwrap_or_default()));
     }
     Ok(())
 }
 
 /// Has this host alone preferred for the guest: one that has died would be, once it is back.
-fn take_scores(instance: &Instance) -> Outcome {
-    cluster::set_score(&instance.guest, Some(SCORE), &[])?;
-    Cluster::of(&instance.guest)?.take_scores()?;
+fn take_scores(instance: &Instance, by: Instant) -> Outcome {
+    cluster::set_score(&instance.guest, Some(SCORE), &[], by)?;
+    Cluster::of(&instance.guest, by)?.take_scores(by)?;
     Ok(instance.remove(SCORES_LEFT)?)
 }
 
-/// Does something until it succeeds, for this time.
-fn within_time(within: Duration, action: impl Fn() -> Outcome) -> Outcome {
-    let deadline = Instant::now() + within;
+/// Does something until it succeeds, for this time; `action` gets its end.
+fn within_time(within: Duration, action: impl Fn(Instant) -> Outcome) -> Outcome {
+    let by = Instant::now() + within;
     loop {
-        match action() {
-            Err(_) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
+        match action(by) {
+            Err(_) if Instant::now() + RETRY_INTERVAL < by => thread::sleep(RETRY_INTERVAL),
             done => return done,
         }
     }
-}
-
-/// As [`within_time`], for what may be left undone when an action of the agent ends, or still be under way: a busy cluster takes seconds for each
-/// command, and the agent is not late for that.
-fn attempt(within: Duration, instance: &Instance, action: fn(&Instance) -> Outcome) -> Outcome {
-    let (instance, (sender, done)) = (instance.clone(), mpsc::channel());
-    thread::Builder::new()
-        .name("cluster".into())
-        .spawn(move || sender.send(within_time(within, || action(&instance))))?;
-    let late =
-        |_| Err(Refusal::failed(format!("the cluster has not done it within {} s", within.as_secs_f32())));
-    done.recv_timeout(within + RETRY_INTERVAL).unwrap_or_else(late)
 }
 
 /// Kills the guest, so that the other host goes on with it: `quit` would be an end, which ends the protection too.
@@ -154,11 +140,12 @@ fn monitor(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
         return Err(Refusal::NOT_RUNNING);
     }
     set_score(instance, left() / 4);
+    let by = Instant::now() + left() / 4;
     if !instance.is_promoted() {
         // The cluster forgets it when some of its processes start again.
-        let _ = instance.mark().map(|mark| cluster::mark_start(&instance.guest, &mark));
+        let _ = instance.mark().map(|mark| cluster::mark_start(&instance.guest, &mark, by));
     } else if instance.has(SCORES_LEFT) {
-        let _ = attempt(left() / 4, instance, take_scores);
+        let _ = take_scores(instance, by);
     }
     // One whose state cannot be read may run.
     let is_here = !matches!(instance.qemu(), Ok(None));
@@ -173,30 +160,12 @@ fn monitor(instance: &Instance, left: impl Fn() -> Duration) -> Outcome {
 ///
 /// A guest is not killed because the cluster does not take its score for a while.
 fn set_score(instance: &Instance, within: Duration) {
-    let set = attempt(within, instance, |instance| match instance.qemu()? {
+    let by = Instant::now() + within;
+    let set = instance.qemu().and_then(|qemu| match qemu {
         Some(qemu) if qemu.is_waiting() => Ok(()),
-        Some(_) => cluster::set_score(&instance.guest, Some(SCORE), &[]),
-        None => cluster::set_score(&instance.guest, None, &[]),
+        qemu => cluster::set_score(&instance.guest, qemu.map(|_| SCORE), &[], by),
     });
     if let Err(refusal) = set {
         say(&format!("the promotion score is not set: {}", refusal.reason.unwrap_or_default()));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_busy_cluster_makes_no_action_late() {
-        let (begun, instance) = (Instant::now(), Instance::of("web".parse().unwrap()));
-        let attempted = attempt(Duration::from_millis(10), &instance, |_| {
-            thread::sleep(Duration::from_secs(3600));
-            Ok(())
-        });
-        assert!(attempted.is_err() && begun.elapsed() < Duration::from_secs(600));
-        let refused = attempt(Duration::ZERO, &instance, |_| Err(Refusal::failed("why")));
-        assert_eq!(refused.unwrap_err().reason.unwrap(), "why");
-        attempt(Duration::ZERO, &instance, |_| Ok(())).unwrap();
     }
 }

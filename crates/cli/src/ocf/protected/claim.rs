@@ -80,7 +80,7 @@ fn claim(instance: &Instance, claimed: Recorded, stake: &str) -> Result<String, 
         let is_ours = recorded == claimed;
         return Ok(if is_ours { claimed.claimant } else { NONE.into() });
     }
-    let cluster = Cluster::of(&instance.guest)?;
+    let cluster = Cluster::of(&instance.guest, cluster::soon())?;
     match stake {
         "copy" => check_copy(instance, &cluster)?,
         "guest" if instance.qemu()?.is_none() && !instance.is_promoted() => {
@@ -132,7 +132,7 @@ fn check_copy(instance: &Instance, cluster: &Cluster<'_>) -> Outcome {
     let status = cluster.status()?;
     if !instance.is_promoted() {
         if !cluster.is_promoted_elsewhere(&status) {
-            cluster::set_score(&instance.guest, Some(SCORE), &[])?;
+            cluster::set_score(&instance.guest, Some(SCORE), &[], cluster::soon())?;
         } else if instance.has_claimed_for(HANGS_AFTER)? {
             // The guest's host would have had this copy ended by now.
             cluster.recover_promoted()?;

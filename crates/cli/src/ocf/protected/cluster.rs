@@ -10,8 +10,8 @@ use towline_launch::GuestName;
 use super::super::refusal::{Outcome, Refusal};
 use super::status::{Node, Status, start_name};
 
-/// Longest run of a command, in seconds, as for timeout(1).
-const COMMAND_SECONDS: &str = "8";
+/// Longest run of a command.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(8);
 /// Time in which the instances of other hosts are to be stopped in one claim. Their hosts may have to be fenced first, in further ones.
 const STOPPED_WITHIN: Duration = Duration::from_secs(10);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
@@ -20,18 +20,27 @@ const ASK_INTERVAL: Duration = Duration::from_secs(2);
 const STATUS: [&str; 4] =
     ["crm_mon", "--one-shot", "--output-as=xml", "--include=none,nodes,resources,attributes,dc,options"];
 
-/// Runs a command of Pacemaker for a bounded time.
-fn run(words: &[&str]) -> io::Result<Output> {
+/// Runs a command of Pacemaker for a bounded time, and not after its action of the agent: the cluster would act in between.
+fn run(words: &[&str], by: Instant) -> io::Result<Output> {
+    let left = by.saturating_duration_since(Instant::now()).min(COMMAND_TIMEOUT);
+    if left.is_zero() {
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "the cluster has taken all of the time for others"));
+    }
     let mut command = Command::new("timeout");
-    command.args(["--foreground", COMMAND_SECONDS]).args(words).stdin(Stdio::null()).output()
+    command.args(["--foreground", &left.as_secs_f32().to_string()]).args(words).stdin(Stdio::null()).output()
+}
+
+/// End of a command that begins now, in an action that is repeated.
+pub(super) fn soon() -> Instant {
+    Instant::now() + COMMAND_TIMEOUT
 }
 
 /// Output of a command of Pacemaker, which has succeeded.
-fn output(words: &[&str]) -> Result<String, Refusal> {
+fn output(words: &[&str], by: Instant) -> Result<String, Refusal> {
     let failed = |reason: &dyn std::fmt::Display| {
         Refusal::failed(format!("{}: {reason}; see that Pacemaker runs on this host", words.join(" ")))
     };
-    let ran = run(words).map_err(|error| failed(&error))?;
+    let ran = run(words, by).map_err(|error| failed(&error))?;
     if !ran.status.success() {
         let said = String::from_utf8_lossy(&ran.stderr);
         return Err(failed(&format_args!("{}: {}", ran.status, said.trim())));
@@ -41,19 +50,19 @@ fn output(words: &[&str]) -> Result<String, Refusal> {
 
 /// Sets the promotion score of this host or of another one (`--node NAME`), or removes it. It does not vanish with the host's membership: it may
 /// only be cut off for a moment.
-pub(super) fn set_score(guest: &GuestName, score: Option<u32>, of: &[&str]) -> Outcome {
+pub(super) fn set_score(guest: &GuestName, score: Option<u32>, of: &[&str], by: Instant) -> Outcome {
     let (promotion, value) = (format!("--promotion={guest}"), score.map(|score| score.to_string()));
     let change = match &value {
         Some(value) => ["--update", value.as_str()],
         None => ["--delete", "--quiet"],
     };
-    output(&[&["crm_attribute", &promotion, "--lifetime=forever"], &change[..], of].concat()).map(drop)
+    output(&[&["crm_attribute", &promotion, "--lifetime=forever"], &change[..], of].concat(), by).map(drop)
 }
 
 /// Marks a start, or a stop, of the instance of this host.
-pub(super) fn mark_start(guest: &GuestName, mark: &str) -> Outcome {
+pub(super) fn mark_start(guest: &GuestName, mark: &str, by: Instant) -> Outcome {
     let (name, value) = (format!("--name={}", start_name(guest)), format!("--update={mark}"));
-    output(&["crm_attribute", "--lifetime=reboot", &name, &value]).map(drop)
+    output(&["crm_attribute", "--lifetime=reboot", &name, &value], by).map(drop)
 }
 
 /// The cluster as this host sees it.
@@ -81,13 +90,17 @@ struct Other {
 }
 
 impl<'a> Cluster<'a> {
-    pub(super) fn of(guest: &'a GuestName) -> Result<Self, Refusal> {
-        Ok(Self { guest, own: output(&["crm_node", "--name"])? })
+    pub(super) fn of(guest: &'a GuestName, by: Instant) -> Result<Self, Refusal> {
+        Ok(Self { guest, own: output(&["crm_node", "--name"], by)? })
     }
 
     /// Its state, if what it says of other hosts can be relied on: with a quorum, and with fencing.
     pub(super) fn status(&self) -> Result<Status, Refusal> {
-        let status = Status::parse(&output(&STATUS)?, self.guest)
+        self.status_by(soon())
+    }
+
+    fn status_by(&self, by: Instant) -> Result<Status, Refusal> {
+        let status = Status::parse(&output(&STATUS, by)?, self.guest)
             .map_err(|reason| Refusal::failed(format!("the state of the cluster (crm_mon): {reason}")))?;
         if !status.fences {
             return Err(Refusal::failed(
@@ -188,7 +201,7 @@ impl<'a> Cluster<'a> {
             "//node_state[@uname='{node}']/lrm/lrm_resources/lrm_resource[@id='{}'][lrm_rsc_op][not(lrm_rsc_op[@op-status='-1'])]",
             self.guest
         );
-        Ok(run(&["cibadmin", "--query", "--local", "--xpath", &path])?.status.success())
+        Ok(run(&["cibadmin", "--query", "--local", "--xpath", &path], soon())?.status.success())
     }
 
     /// Has the cluster recover the instance of a host.
@@ -205,9 +218,9 @@ impl<'a> Cluster<'a> {
     }
 
     /// Removes the promotion scores of all other hosts: this one has the guest.
-    pub(super) fn take_scores(&self) -> Outcome {
-        let status = self.status()?;
-        let taken = self.others(&status).map(|(node, _)| set_score(self.guest, None, &["--node", node]));
+    pub(super) fn take_scores(&self, by: Instant) -> Outcome {
+        let status = self.status_by(by)?;
+        let taken = self.others(&status).map(|(node, _)| set_score(self.guest, None, &["--node", node], by));
         taken.fold(Ok(()), Outcome::and)
     }
 
@@ -242,7 +255,7 @@ impl Recorded {
     pub(super) fn read(guest: &GuestName) -> Result<Self, Refusal> {
         let name = format!("--name={}", property(guest));
         let found =
-            output(&["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"])?;
+            output(&["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"], soon())?;
         let (generation, claimant) = found.split_once(' ').unwrap_or((&found, ""));
         let generation = generation.parse().map_err(|_| {
             let text = format!(
@@ -259,10 +272,23 @@ impl Recorded {
             format!("--name={}", property(guest)),
             format!("--update={} {}", self.generation, self.claimant),
         );
-        output(&["crm_attribute", "--type=crm_config", &name, &value]).map(drop)
+        output(&["crm_attribute", "--type=crm_config", &name, &value], soon()).map(drop)
     }
 }
 
 fn property(guest: &GuestName) -> String {
     format!("towline-generation-{guest}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_cluster_makes_no_action_late() {
+        let (begun, within) = (Instant::now(), Duration::from_millis(10));
+        assert!(!run(&["sleep", "3600"], begun + within).unwrap().status.success());
+        assert!(run(&["true"], begun).is_err(), "no time is left");
+        assert!(begun.elapsed() < Duration::from_secs(600));
+    }
 }

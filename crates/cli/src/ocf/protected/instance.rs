@@ -32,7 +32,6 @@ const CLAIM_ENDS_WITHIN: Duration = Duration::from_secs(2);
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// An instance, whose role and claims are files.
-#[derive(Clone)]
 pub(super) struct Instance {
     pub(super) guest: GuestName,
     directory: PathBuf,
