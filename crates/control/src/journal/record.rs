@@ -13,7 +13,7 @@ use towline_qmp::commands::Capability;
 
 use crate::arbiter::{Arbiter, Claimant};
 use crate::process::{Process, has_exited};
-use crate::procfs::own_process;
+use crate::procfs::{own_process, start_time};
 
 /// Version of the lines.
 pub(super) const VERSION: u32 = 1;
@@ -154,7 +154,10 @@ impl Owner {
     /// Returns true if it is another process, which runs. The lock is released a moment before the process has exited.
     pub(crate) fn lives(&self) -> bool {
         let is_other = own_process() != (self.pid, self.start_time);
-        is_other && self.is_of_this_namespace() && !has_exited(self.pid, self.start_time)
+        is_other
+            && self.is_of_this_namespace()
+            && start_time(self.pid).is_ok_and(|found| found == self.start_time)
+            && !has_exited(self.pid, self.start_time)
     }
 }
 

@@ -62,7 +62,7 @@ impl RecordFile {
                 if is_ours {
                     return Ok(Self { directory: directory.clone(), record, file: Some(file) });
                 }
-                if is_over || record.owner.lives() {
+                if is_over {
                     return Err(Error::InUse { id: record.id, pid: record.owner.pid });
                 }
             } else if is_over {
