@@ -374,16 +374,20 @@ impl QmpSource {
             Err(error) if end == CopyEnd::Failed => return Err(error),
             Err(error) => notes.push(error.to_string()),
         }
+        let run = if end == CopyEnd::Failed && self.resumed {
+            // An earlier copy had paused it.
+            self.qemu.stop()
+        } else if action == GuestAction::Resume {
+            self.qemu.cont()
+        } else {
+            Ok(())
+        };
         if end == CopyEnd::Failed {
+            // It may take seconds.
             let attached = self.vsocks.attach(&mut self.qemu);
             notes.extend(attached.err().map(|error| error.to_string()));
         }
-        if end == CopyEnd::Failed && self.resumed {
-            // An earlier copy had paused it.
-            self.qemu.stop()?;
-        } else if action == GuestAction::Resume {
-            self.qemu.cont()?;
-        }
+        run?;
         Ok(notes)
     }
 
