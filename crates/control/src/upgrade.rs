@@ -22,11 +22,11 @@ mod old;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::os::unix::net::UnixStream;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use towline_channel::Cancel;
+use towline_channel::{Address, Cancel};
 use towline_launch::{
     AllowedCommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
     Lifetime, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
@@ -40,6 +40,8 @@ use old::OldQemu;
 pub use command_line::{Cards, Vsocks};
 pub use error::{Error, IncompatibleSetting};
 
+/// Time limit for a connection to the old QEMU, whose queue may be full.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for the end of a new QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Runtime directories (`NAME.1`, `NAME.2`, …) tried before giving up.
@@ -242,8 +244,20 @@ impl Reversible {
 
 /// Whatever failed because the old QEMU has ended: its guest is not there any more. Elsewhere it may be.
 fn judge(failure: Failure, old: &Path) -> Failure {
-    let has_ended = failure.guest == GuestAfterFailure::SAFE && UnixStream::connect(old).is_err();
+    let has_ended = failure.guest == GuestAfterFailure::SAFE && has_no_listener(old);
     if has_ended { Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure } } else { failure }
+}
+
+/// Returns true if no process listens at this socket. One whose queue is full does.
+fn has_no_listener(socket: &Path) -> bool {
+    let Ok(cancel) = Cancel::new() else { return false };
+    let by = Instant::now() + CONNECT_TIMEOUT;
+    match towline_channel::connect(&Address::Unix(socket.to_owned()), by, &cancel) {
+        Err(towline_channel::Error::Io { source, .. }) => {
+            matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
+        }
+        _ => false,
+    }
 }
 
 impl Drop for Reversible {

@@ -11,6 +11,7 @@ use super::super::error::Error;
 use super::{
     Cards, DESCRIPTOR_REASON, LAUNCHERS_MONITOR, OldQemuFacts, Rewriter, SharedCard, Vsocks, reason,
 };
+use crate::qemu;
 use crate::temporary_names::StagingName;
 
 /// Longest path of a Unix socket.
@@ -187,8 +188,12 @@ impl OldQemuFacts<'_> {
 /// # Errors
 /// [`Error::OneFrontend`].
 pub(in super::super) fn check_second_frontend(socket: &Path, cancel: &Cancel) -> Result<(), Error> {
-    request_features(socket, cancel)
-        .map_err(|source| Error::OneFrontend { path: socket.to_owned(), source: source.into() })
+    request_features(socket, cancel).map_err(|source| match source {
+        towline_channel::Error::Cancelled => {
+            qemu::Error::from(towline_qmp::Error::Cancelled { socket: socket.display().to_string() }).into()
+        }
+        source => Error::OneFrontend { path: socket.to_owned(), source: source.into() },
+    })
 }
 
 fn request_features(socket: &Path, cancel: &Cancel) -> towline_channel::Result<()> {
