@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, ftruncate};
@@ -73,8 +73,11 @@ impl LogWriter {
             .and_then(|flags| fcntl_setfl(&self.input, flags | OFlags::NONBLOCK))
             .and_then(|()| write(&self.output, &[WAKE]));
         let Ok(process) = pidfd_open(self.process, PidfdFlags::empty()) else { return };
-        let timeout = Timespec::try_from(LAST_WORDS).ok();
-        let ended = retry_on_intr(|| poll(&mut [PollFd::new(&process, PollFlags::IN)], timeout.as_ref()));
+        let deadline = Instant::now() + LAST_WORDS;
+        let ended = retry_on_intr(|| {
+            let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
+            poll(&mut [PollFd::new(&process, PollFlags::IN)], left.as_ref())
+        });
         let reaped = ended.and_then(|_| waitpid(Some(self.process), WaitOptions::NOHANG));
         if !matches!(reaped, Ok(Some(_))) {
             tracing::debug!(pid = self.process.as_raw_pid(), ?woken, "the log is not complete");

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
@@ -140,9 +140,12 @@ impl RunningGuest {
         };
         signals.iter().any(|&(signal, within)| {
             let sent = pidfd_send_signal(&process, signal);
-            let within = Timespec::try_from(within).ok();
+            let deadline = Instant::now() + within;
             // A signal to this process does not end the time that its QEMU has.
-            let ended = retry_on_intr(|| poll(&mut [PollFd::new(&process, PollFlags::IN)], within.as_ref()));
+            let ended = retry_on_intr(|| {
+                let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
+                poll(&mut [PollFd::new(&process, PollFlags::IN)], left.as_ref())
+            });
             tracing::debug!(pid = self.pid, ?signal, ?sent, ?ended, "ending QEMU");
             ended.is_ok_and(|count| count > 0)
         })
