@@ -28,7 +28,12 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     check::wait_for_sockets(args)?;
     // The QEMU there is ended, and a cancellation reported, before a signal ends this process.
     let held = HeldSignals::hold()?;
-    NoVerdict::reported(&reporter, estimate(&reporter, args, &held))
+    let checked = estimate(&reporter, args, &held);
+    if checked.is_err() {
+        // It may be the signal's, which would end this process before that is written.
+        held.forget();
+    }
+    NoVerdict::reported(&reporter, checked)
 }
 
 fn estimate(reporter: &Reporter, args: &CheckArgs, held: &HeldSignals) -> Result<Exit> {
