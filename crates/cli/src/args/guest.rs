@@ -42,6 +42,7 @@ impl FromStr for GuestSpec {
                 _ => drop(table.insert(key.into(), value.into())),
             }
         }
+        ensure!(table.get("socket").and_then(Value::as_str) != Some(""), "`{text}`: socket= is empty");
         table.try_into().map_err(|error: toml::de::Error| anyhow!("`{text}`: {}", error.message()))
     }
 }
