@@ -58,7 +58,7 @@ impl SignalEffects {
     fn announcement(self, signal: libc::c_int) -> String {
         let name = signal_name(signal).unwrap_or("signal");
         let second = self.second.map(|consequence| format!(": {consequence}")).unwrap_or_default();
-        format!("{name}: {}; a second signal ends towline at once{second}", self.first)
+        format!("{name}: {}; a second SIGINT or SIGTERM ends towline at once{second}", self.first)
     }
 }
 
@@ -166,12 +166,12 @@ mod tests {
         let effects = SignalEffects { first: "cancelling; nothing is changed", second: None };
         assert_eq!(
             effects.announcement(SIGINT),
-            "SIGINT: cancelling; nothing is changed; a second signal ends towline at once"
+            "SIGINT: cancelling; nothing is changed; a second SIGINT or SIGTERM ends towline at once"
         );
         let effects = SignalEffects { second: Some("its socket remains"), ..effects };
         assert_eq!(
             effects.announcement(SIGTERM),
-            "SIGTERM: cancelling; nothing is changed; a second signal ends towline at once: its socket remains"
+            "SIGTERM: cancelling; nothing is changed; a second SIGINT or SIGTERM ends towline at once: its socket remains"
         );
     }
 }

@@ -120,7 +120,7 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     let (stopping, statistics) = stderr.split_once('\n').unwrap();
     assert_eq!(
         stopping,
-        "towline: SIGTERM: stopping; the connections of the guests are closed; a second signal ends towline at once: \
+        "towline: SIGTERM: stopping; the connections of the guests are closed; a second SIGINT or SIGTERM ends towline at once: \
          without statistics, and its sockets remain"
     );
     assert!(statistics.starts_with("towline: cid=7") && statistics.ends_with('\n'), "{statistics}");

@@ -181,7 +181,7 @@ fn an_ignored_hang_up_stays_ignored() {
     cancel(towline, Signal::TERM);
 }
 
-/// QEMU hangs, so the orderly end takes a while; a second signal ends towline at once.
+/// QEMU hangs, so the orderly end takes a while; a second SIGINT or SIGTERM ends towline at once.
 #[test]
 fn a_second_signal_ends_at_once() {
     if !require_lab("a_second_signal_ends_at_once") {
@@ -193,7 +193,7 @@ fn a_second_signal_ends_at_once() {
     wait_transferred(&mut towline, 1 << 20);
     signal(source.pid(), Signal::STOP);
     signal(towline.pid(), Signal::INT);
-    wait_stderr(&mut towline, "; a second signal ends towline at once");
+    wait_stderr(&mut towline, "; a second SIGINT or SIGTERM ends towline at once");
     std::thread::sleep(Duration::from_millis(300));
     assert!(towline.runs().unwrap(), "it waits for QEMU: {}", towline.stderr());
     let since = Instant::now();

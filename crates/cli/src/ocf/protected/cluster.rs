@@ -24,7 +24,10 @@ const STATUS: [&str; 4] =
 fn run(words: &[&str], by: Instant) -> io::Result<Output> {
     let left = by.saturating_duration_since(Instant::now()).min(COMMAND_TIMEOUT);
     if left.is_zero() {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the cluster has taken all of the time for others"));
+        return Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the cluster has taken all of the time for others",
+        ));
     }
     let mut command = Command::new("timeout");
     command.args(["--foreground", &left.as_secs_f32().to_string()]).args(words).stdin(Stdio::null()).output()
@@ -254,8 +257,10 @@ pub(super) struct Recorded {
 impl Recorded {
     pub(super) fn read(guest: &GuestName) -> Result<Self, Refusal> {
         let name = format!("--name={}", property(guest));
-        let found =
-            output(&["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"], soon())?;
+        let found = output(
+            &["crm_attribute", "--type=crm_config", &name, "--query", "--quiet", "--default=0"],
+            soon(),
+        )?;
         let (generation, claimant) = found.split_once(' ').unwrap_or((&found, ""));
         let generation = generation.parse().map_err(|_| {
             let text = format!(
