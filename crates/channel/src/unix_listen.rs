@@ -100,7 +100,12 @@ fn identity(path: &Path) -> Result<(u64, u64), Errno> {
     rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino))
 }
 
-fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
+/// Locks the directory of a socket, for as long as the descriptor is open: another process that binds at the same time would take a socket that
+/// does not listen yet for that of a process that has ended, and remove it.
+///
+/// # Errors
+/// The directory cannot be opened, or another process has had its lock for 10 s (`EAGAIN`).
+pub fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(directory, flags, Mode::empty())?;

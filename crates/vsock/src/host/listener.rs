@@ -4,9 +4,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, flock, lstat, open, unlinkat};
+use rustix::fs::{AtFlags, CWD, FileType, lstat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketType as KernelSocketType, acceptfrom_with, bind, connect, listen,
@@ -15,7 +14,7 @@ use rustix::net::{
 
 use super::socket::{FLAGS, Family, HostSocket, socket_type};
 use super::socket_fd::SocketFd;
-use towline_channel::refuse_descriptors;
+use towline_channel::{lock_directory, refuse_descriptors};
 
 use crate::packet::SocketType;
 use crate::rules::HostAddress;
@@ -23,9 +22,6 @@ use crate::sys::VsockAddress;
 
 /// Length of the backlog.
 const BACKLOG: i32 = 1024;
-/// Time limit for the lock of other processes that bind in the same directory, and interval of the attempts.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A listening socket. The file of a Unix socket is removed with it.
 #[derive(Debug)]
@@ -132,24 +128,10 @@ impl HostListener {
     }
 }
 
-/// Locks the directory of a socket. Another process that binds at the same time would take a socket that does
-/// not listen yet for that of a process that has ended, and remove it.
-fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let fd = open(directory, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-    let deadline = Instant::now() + LOCK_TIMEOUT;
-    loop {
-        match flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
-                std::thread::sleep(LOCK_INTERVAL);
-            }
-            locked => return Ok(locked.map(|()| fd)?),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     #[test]
