@@ -10,14 +10,14 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, ftruncate};
-use rustix::io::{Errno, pread, pwrite, read, retry_on_intr, write};
+use rustix::io::{Errno, pread, pwrite, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
 
+use crate::runtime::wait_exit;
 use crate::sys;
 
 /// Length at which the older half of a log is dropped.
@@ -73,12 +73,8 @@ impl LogWriter {
             .and_then(|flags| fcntl_setfl(&self.input, flags | OFlags::NONBLOCK))
             .and_then(|()| write(&self.output, &[WAKE]));
         let Ok(process) = pidfd_open(self.process, PidfdFlags::empty()) else { return };
-        let deadline = Instant::now() + LAST_WORDS;
-        let ended = retry_on_intr(|| {
-            let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
-            poll(&mut [PollFd::new(&process, PollFlags::IN)], left.as_ref())
-        });
-        let reaped = ended.and_then(|_| waitpid(Some(self.process), WaitOptions::NOHANG));
+        let reaped =
+            wait_exit(&process, LAST_WORDS).and_then(|_| waitpid(Some(self.process), WaitOptions::NOHANG));
         if !matches!(reaped, Ok(Some(_))) {
             tracing::debug!(pid = self.process.as_raw_pid(), ?woken, "the log is not complete");
         }

@@ -27,6 +27,7 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, ope
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
+pub(crate) use state::wait_exit;
 pub use state::{GuestGenerations, RunningGuest};
 
 /// Longest path of a Unix socket.

@@ -140,16 +140,21 @@ impl RunningGuest {
         };
         signals.iter().any(|&(signal, within)| {
             let sent = pidfd_send_signal(&process, signal);
-            let deadline = Instant::now() + within;
-            // A signal to this process does not end the time that its QEMU has.
-            let ended = retry_on_intr(|| {
-                let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
-                poll(&mut [PollFd::new(&process, PollFlags::IN)], left.as_ref())
-            });
+            let ended = wait_exit(&process, within);
             tracing::debug!(pid = self.pid, ?signal, ?sent, ?ended, "ending QEMU");
-            ended.is_ok_and(|count| count > 0)
+            ended == Ok(true)
         })
     }
+}
+
+/// Waits for at most this time, which a signal to this process neither ends nor extends. Returns true if the process has exited.
+pub(crate) fn wait_exit(process: &OwnedFd, within: Duration) -> Result<bool, Errno> {
+    let deadline = Instant::now() + within;
+    let ready = retry_on_intr(|| {
+        let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
+        poll(&mut [PollFd::new(process, PollFlags::IN)], left.as_ref())
+    })?;
+    Ok(ready > 0)
 }
 
 fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
