@@ -341,7 +341,18 @@ fn shut(channel: &dyn Channel) {
 
 /// A recorder of received bytes whose thread gets no processor for longer than a second.
 #[cfg(test)]
-pub(crate) struct Starved;
+struct Starved;
+
+/// A channel of this session that is read late, and its peer.
+#[cfg(test)]
+pub(crate) fn starved(session: &Session) -> (Arc<dyn Channel>, towline_channel::UnixChannel) {
+    let (near, far) = towline_channel::UnixChannel::pair().unwrap();
+    let recorder = Box::new(std::io::sink());
+    let near = towline_channel::fault::Capture::new(Box::new(near), recorder, Box::new(Starved));
+    let near: Arc<dyn Channel> = Arc::new(near);
+    session.watch(&near);
+    (near, far)
+}
 
 #[cfg(test)]
 impl std::io::Write for Starved {

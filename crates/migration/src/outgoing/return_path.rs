@@ -222,17 +222,13 @@ impl ReturnPath {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::Starved;
-    use towline_channel::fault::Capture;
-    use towline_channel::{ChannelExt, IoBuf, SendFlags, UnixChannel};
+    use crate::session::starved;
+    use towline_channel::{ChannelExt, IoBuf, SendFlags};
 
     #[test]
     fn an_acknowledgement_that_was_received_counts_on_a_busy_host() {
-        let (near, far) = UnixChannel::pair().unwrap();
-        let near: Arc<dyn Channel> =
-            Arc::new(Capture::new(Box::new(near), Box::new(std::io::sink()), Box::new(Starved)));
         let session = Arc::new(Session::default());
-        session.watch(&near);
+        let (near, far) = starved(&session);
         let path = ReturnPath::start(near, Arc::clone(&session), Forwarding::Disabled);
         path.expect_shut();
         let mut shut = Vec::new();

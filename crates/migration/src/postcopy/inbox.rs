@@ -229,18 +229,14 @@ impl Inbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::Starved;
-    use towline_channel::fault::Capture;
-    use towline_channel::{ChannelExt, IoBuf, SendFlags, UnixChannel};
+    use crate::session::starved;
+    use towline_channel::{ChannelExt, IoBuf, SendFlags};
     use towline_protocol::postcopy::PING_LOADED;
 
     #[test]
     fn a_loaded_guest_is_known_on_a_busy_host() {
-        let (near, far) = UnixChannel::pair().unwrap();
-        let near: Arc<dyn Channel> =
-            Arc::new(Capture::new(Box::new(near), Box::new(std::io::sink()), Box::new(Starved)));
         let session = Arc::new(Session::default());
-        session.watch(&near);
+        let (near, far) = starved(&session);
         let inbox = Inbox::listen(&near, &session, &Vec::new().into());
         let mut pong = Vec::new();
         ReturnPathMessage::Pong(PING_LOADED).encode(&mut pong);
