@@ -118,7 +118,7 @@ mod tests {
     /// Set in the process that gets the signals.
     const GETS_SIGNALS: &str = "TOWLINE_TEST_GETS_SIGNALS";
 
-    /// Runs a test of this module in a process of its own, by this command of a shell.
+    /// Runs a test of this module in a separate process, started by this shell command.
     fn in_process(command: &str, name: &str) -> ExitStatus {
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).arg(std::env::current_exe().unwrap());

@@ -73,7 +73,7 @@ pub(crate) fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
     let mut sorted = numbers.to_vec();
     sorted.sort_unstable();
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        bail!("descriptor {} is given twice: give each queue one of its own", pair[0]);
+        bail!("descriptor {} is given twice: give each queue a separate one", pair[0]);
     }
     if let Some(number) = sorted.first().filter(|number| **number <= 2) {
         bail!("descriptor {number} is standard input, output or error: give one above 2");

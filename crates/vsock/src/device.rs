@@ -326,7 +326,7 @@ mod tests {
         let mut worker = vsock.worker(0).unwrap();
         vsock.load(&state.encode()).unwrap();
         worker.started(0, false);
-        assert!(lock(&vsock.updates.loaded).is_none(), "that of its own frontend is taken");
+        assert!(lock(&vsock.updates.loaded).is_none(), "its own frontend took its state");
         vsock.load(&state.encode()).unwrap();
         drop(worker);
         let _worker = vsock.worker(0).unwrap();
