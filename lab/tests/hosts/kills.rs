@@ -108,32 +108,33 @@ impl Side<'_> {
         assert_disk(&mut guest);
     }
 
-    /// Ends a QEMU that hangs, as a destination may whose lanes are cut: each later move would be refused. Returns true if it did.
-    fn kill_hanging(&self) -> bool {
-        let Ok(state) = std::fs::read(self.monitor.with_file_name("state.json")) else { return false };
+    /// Process of the guest's QEMU, unless it has ended. Until then it has the guest's name.
+    fn qemu(&self) -> Option<u32> {
+        let state = std::fs::read(self.monitor.with_file_name("state.json")).ok()?;
         let state: Value = serde_json::from_slice(&state).unwrap();
         let pid = u32::try_from(state["pid"].as_u64().unwrap()).unwrap();
-        // One that has ended has no program.
-        let hangs = std::fs::read_link(format!("/proc/{pid}/exe")).is_ok();
-        if hangs {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // From the state, field 3 of proc_pid_stat(5), on. Field 22 is the start time.
+        let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+        let start_time = fields[19].parse().ok();
+        let is_it = start_time == state["start-time"].as_u64() && !["Z", "X"].contains(&fields[0]);
+        is_it.then_some(pid)
+    }
+
+    /// Ends it. Returns true if it hung, as a destination may whose lanes are cut: each later move would be refused.
+    fn end(&self) -> bool {
+        let monitor = Qmp::connect(&self.monitor, Duration::from_secs(2)).ok();
+        let hanging = self.qemu().filter(|_| monitor.is_none());
+        if let Some(monitor) = monitor {
+            let _ = monitor.execute("quit", Value::Null);
+        } else if let Some(pid) = hanging {
             println!("QEMU {pid} of {} hangs, and is killed", self.monitor.display());
             kill(pid);
         }
-        hangs
-    }
-
-    /// Ends it. Returns true if it hung.
-    fn end(&self) -> bool {
-        let hung = match Qmp::connect(&self.monitor, Duration::from_secs(2)) {
-            Ok(monitor) => {
-                let _ = monitor.execute("quit", Value::Null);
-                false
-            }
-            Err(_) => self.kill_hanging(),
-        };
-        wait_until("the end of the guest", WITHIN, || Ok(self.status().is_none().then_some(()))).unwrap();
+        // Its monitor ends first.
+        wait_until("the end of the guest", WITHIN, || Ok(self.qemu().is_none().then_some(()))).unwrap();
         self.resume(&["--forget"]);
-        hung
+        hanging.is_some()
     }
 }
 
