@@ -3,7 +3,6 @@
 //! ```text
 //!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and frames of a packet socket back
 //!            write/read on the tap in a loop                                        the limit of backends on a tap
-//!            driver ── rings ── towline ── xdp0 ── veth ── xdp1 ── kernel, which drops them (AF_XDP's copy mode)
 //!   TCP      applications ── kernel ── tap1 ── driver ── rings ── backend ── tap0 ── kernel ── applications
 //!            applications ── kernel ── tap1 ── a loop ── tap0 ── kernel ── applications          the limit of backends on a tap
 //!            applications ── kernel ── veth ── kernel ── applications               the limit
@@ -41,7 +40,7 @@ use crate::options::Bench;
 use crate::table::{self, Figures, Table};
 use crate::vhost::{Window, connect, latencies, window};
 use card::{Card, Setup};
-use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, XDP, XDP_PEER, dial, host, serve};
+use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, dial, host, serve};
 use rows::{Carrier, Hosts, Path, Run, Work};
 
 /// Timeout of the creation of a backend's tap.
@@ -94,12 +93,6 @@ impl Hosts<'_> {
     /// Measures frames through a backend.
     fn frames(&self, direction: Direction, len: usize) -> Result<Figures> {
         let directory = self.bench.directory()?;
-        let is_xdp = self.run.contender.kind == Carrier::Xdp;
-        if is_xdp {
-            self.outside.run(&["ip", "link", "add", XDP, "type", "veth", "peer", "name", XDP_PEER])?;
-            self.outside.run(&["ip", "link", "set", XDP_PEER, "up"])?;
-            self.outside.run(&["ip", "link", "set", XDP, "up"])?;
-        }
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
         let mut movers = Applications::new(&self.signals);
@@ -117,7 +110,7 @@ impl Hosts<'_> {
         let measured = started.and_then(|()| self.window(Some(&mut backend)));
         // Read before the driver ends, as a backend may end with it and remove its tap.
         let total = self.signals.units.load(Ordering::Relaxed) as f64;
-        let taken = self.outside.received_packets(if is_xdp { XDP_PEER } else { TAP });
+        let taken = self.outside.received_packets(TAP);
         let ended = movers.end();
         let mut window = measured?;
         ended?;

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use towline_lab::Towline as Process;
 
-use super::hosts::{INSIDE, OUTSIDE, PORT, TAP, XDP};
+use super::hosts::{INSIDE, OUTSIDE, PORT, TAP};
 use super::rows::{Carrier, Hosts, PASST, TESTPMD, VHOST_USER_NET};
 
 /// Name of the frontend's socket.
@@ -22,7 +22,6 @@ impl Hosts<'_> {
         let (program, line) = match self.run.contender.kind {
             Carrier::Towline => own(""),
             Carrier::Sleeping => own("--poll-us 0"),
-            Carrier::Xdp => own(&format!("--af-xdp {XDP} --af-xdp-copy")),
             Carrier::VhostUserNet => Ok((
                 self.bench.peer(VHOST_USER_NET)?,
                 format!(

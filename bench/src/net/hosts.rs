@@ -19,10 +19,6 @@ use towline_lab::Network;
 
 use crate::applications::{Applications, Connections, Dial, Kind, Traffic, WITHIN};
 
-/// Interface of AF_XDP, and its peer.
-pub(super) const XDP: &str = "xdp0";
-pub(super) const XDP_PEER: &str = "xdp1";
-
 /// Tap of the backend.
 pub(super) const TAP: &str = "tap0";
 /// Tap of the driver.

@@ -45,8 +45,6 @@ pub(super) enum Carrier {
     Towline,
     /// towline without busy-polling.
     Sleeping,
-    /// towline with AF_XDP on a veth pair, whose driver copies.
-    Xdp,
     VhostUserNet,
     Testpmd,
     Passt,
@@ -63,10 +61,9 @@ const PEER: Contender<Carrier> = Contender::new(VHOST_USER_NET, Carrier::VhostUs
 const LOOP: Contender<Carrier> = Contender::new("loop between taps", Carrier::Loop);
 const TAP: Contender<Carrier> = Contender::new("the tap itself", Carrier::Tap);
 const VETH: Contender<Carrier> = Contender::new("veth pair", Carrier::Veth);
-const CONTENDERS: [Contender<Carrier>; 9] = [
+const CONTENDERS: [Contender<Carrier>; 8] = [
     TOWLINE,
     Contender::new("towline --poll-us 0", Carrier::Sleeping),
-    Contender::new("towline --af-xdp, copying", Carrier::Xdp),
     PEER,
     Contender::new(TESTPMD, Carrier::Testpmd),
     Contender::new(PASST, Carrier::Passt),
@@ -131,7 +128,6 @@ impl Path {
             Carrier::Veth | Carrier::Loop | Carrier::Passt => is_single && is_tcp,
             // Busy-polling matters for requests only, and its effect does not depend on the number of queues.
             Carrier::Sleeping => is_single && self.is_request(),
-            Carrier::Xdp => matches!(self.work, Work::Frames(Direction::FromGuest, _)),
             Carrier::Towline | Carrier::VhostUserNet | Carrier::Testpmd => true,
         }
     }
