@@ -32,27 +32,22 @@ const REQUEST_LOST_AFTER: Duration = Duration::from_secs(1);
 /// Interval in which a waiting server checks for the end.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Direction of a stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Direction {
-    ToGuest,
-    FromGuest,
-}
-
-/// Connections of requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Connections {
-    /// One for all requests.
-    Kept,
-    /// One for each request.
-    Renewed,
-}
-
 /// Kind of traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Kind {
-    Stream(Direction),
-    Request(Connections),
+    /// A stream to the guest.
+    ToGuest,
+    /// A stream from the guest.
+    FromGuest,
+    /// Requests on one connection.
+    Request,
+    /// Requests on a connection each.
+    Connection,
+}
+
+impl Kind {
+    pub(crate) const STREAMS: [Self; 2] = [Self::ToGuest, Self::FromGuest];
+    pub(crate) const REQUESTS: [Self; 2] = [Self::Request, Self::Connection];
 }
 
 /// Work of the applications, in messages of `size` bytes.
@@ -64,17 +59,8 @@ pub(crate) struct Traffic {
 }
 
 impl Traffic {
-    /// Streams in both directions.
-    pub(crate) fn streams(sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
-        Self::all([Direction::ToGuest, Direction::FromGuest].map(Kind::Stream), sizes, sessions)
-    }
-
-    /// Requests on kept connections, and on new ones.
-    pub(crate) fn requests(sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
-        Self::all([Connections::Kept, Connections::Renewed].map(Kind::Request), sizes, sessions)
-    }
-
-    fn all(kinds: [Kind; 2], sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
+    /// Each kind with each number of sessions and each size.
+    pub(crate) fn all(kinds: [Kind; 2], sizes: &[usize], sessions: &[usize]) -> Vec<Self> {
         let of = |kind| {
             sessions
                 .iter()
@@ -84,14 +70,15 @@ impl Traffic {
     }
 
     pub(crate) fn is_stream(self) -> bool {
-        matches!(self.kind, Kind::Stream(_))
+        Kind::STREAMS.contains(&self.kind)
     }
 
     /// Service of the end that is connected to.
     pub(crate) fn service(self) -> Service {
         match self.kind {
-            Kind::Stream(_) => Service::Read,
-            Kind::Request(connections) => Service::Echo(connections),
+            Kind::ToGuest | Kind::FromGuest => Service::Read,
+            Kind::Request => Service::Echo,
+            Kind::Connection => Service::EchoOnce,
         }
     }
 }
@@ -109,7 +96,9 @@ pub(crate) enum Service {
     /// Reads and counts bytes.
     Read,
     /// Sends back what it reads.
-    Echo(Connections),
+    Echo,
+    /// The same, for one request.
+    EchoOnce,
     /// Sends messages of the size that the peer requests, until it closes.
     Send,
 }
@@ -151,8 +140,8 @@ impl Applications {
     /// Connects the clients of this traffic, which write or send requests.
     pub(crate) fn connect(&mut self, dial: &Dial, traffic: Traffic, counted_by: CountedBy) -> Result<()> {
         (0..traffic.sessions).try_for_each(|_| match traffic.kind {
-            Kind::Stream(_) => self.write(dial()?, traffic.size, counted_by),
-            Kind::Request(connections) => self.request(dial, traffic.size, connections),
+            Kind::ToGuest | Kind::FromGuest => self.write(dial()?, traffic.size, counted_by),
+            Kind::Request | Kind::Connection => self.request(dial, traffic),
         })
     }
 
@@ -182,15 +171,16 @@ impl Applications {
         Ok(())
     }
 
-    /// Sends requests of `size` bytes and waits for their responses.
-    fn request(&mut self, dial: &Dial, size: usize, connections: Connections) -> Result<()> {
+    /// Sends requests and waits for their responses.
+    fn request(&mut self, dial: &Dial, traffic: Traffic) -> Result<()> {
         let (first, dial, all) = (dial()?, Arc::clone(dial), Arc::clone(&self.latencies));
+        let is_kept = traffic.kind == Kind::Request;
         // A clone would keep a connection open that its client closes.
-        if connections == Connections::Kept {
+        if is_kept {
             self.keep(&first)?;
         }
         self.spawn(move |signals| {
-            let (mut latencies, mut bytes, mut known) = (Vec::new(), vec![0x5a; size], Some(first));
+            let (mut latencies, mut bytes, mut known) = (Vec::new(), vec![0x5a; traffic.size], Some(first));
             while !signals.is_over() {
                 let started = Instant::now();
                 let responded = known.take().map_or_else(|| dial(), Ok).and_then(|mut stream| {
@@ -198,7 +188,7 @@ impl Applications {
                         .write_all(&bytes)
                         .and_then(|()| stream.read_exact(&mut bytes))
                         .context("no response")?;
-                    Ok((connections == Connections::Kept).then_some(stream))
+                    Ok(is_kept.then_some(stream))
                 });
                 if signals.is_over() {
                     break;
@@ -219,13 +209,13 @@ impl Applications {
     /// would be measured otherwise. The listener does not block.
     pub(crate) fn serve(&mut self, listener: impl Into<OwnedFd>, service: Service, sessions: usize) {
         let listener = Arc::new(listener.into());
-        let is_renewed = service == Service::Echo(Connections::Renewed);
-        let lost_after = if is_renewed { REQUEST_LOST_AFTER } else { LOST_AFTER };
+        let is_kept = service != Service::EchoOnce;
+        let lost_after = if is_kept { LOST_AFTER } else { REQUEST_LOST_AFTER };
         for _ in 0..sessions {
             let (listener, streams) = (Arc::clone(&listener), Arc::clone(&self.streams));
             self.spawn(move |signals| {
                 while let Some(stream) = accept(&listener, signals, lost_after)? {
-                    if !is_renewed {
+                    if is_kept {
                         streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
                     }
                     serve(stream, service, signals);
@@ -293,7 +283,7 @@ fn serve(mut stream: File, service: Service, signals: &Signals) {
             Ok(len) => len,
             // A flooded backend may drop the packets that open or close a connection, which then has no other end.
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                let is_lost = !is_known || service == Service::Echo(Connections::Renewed);
+                let is_lost = !is_known || service == Service::EchoOnce;
                 if is_lost || signals.is_over() {
                     return;
                 }
@@ -303,9 +293,13 @@ fn serve(mut stream: File, service: Service, signals: &Signals) {
         };
         is_known = true;
         match service {
-            Service::Echo(_) if stream.write_all(&bytes[..len]).is_err() => return,
-            Service::Echo(_) | Service::Send => {}
             Service::Read => signals.add(len as u64),
+            Service::Send => {}
+            Service::Echo | Service::EchoOnce => {
+                if stream.write_all(&bytes[..len]).is_err() {
+                    return;
+                }
+            }
         }
     }
 }

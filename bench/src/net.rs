@@ -34,7 +34,7 @@ use anyhow::Result;
 use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::{Network, Towline as Process, wait_until};
 
-use crate::applications::{Applications, CountedBy, Direction, Kind, Traffic};
+use crate::applications::{Applications, CountedBy, Kind, Traffic};
 use crate::machine;
 use crate::options::Bench;
 use crate::table::{self, Figures, Table};
@@ -72,8 +72,8 @@ fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
         let hosts = Hosts { bench, run, outside: host()?, signals: Arc::default() };
         match (run.row.work, run.contender.kind) {
             (Work::Tcp(traffic), _) => hosts.tcp(traffic),
-            (Work::Frames(direction, len), Carrier::Tap) => hosts.tap(direction, len),
-            (Work::Frames(direction, len), _) => hosts.frames(direction, len),
+            (Work::Transmit(len) | Work::Receive(len), Carrier::Tap) => hosts.tap(len),
+            (Work::Transmit(len) | Work::Receive(len), _) => hosts.frames(len),
         }
     })?;
     Ok(vec![
@@ -90,16 +90,21 @@ impl Hosts<'_> {
         window(&self.signals, backend, self.bench.window(WINDOW), &self.bench.cancel)
     }
 
+    /// Returns true if frames go to the guest.
+    fn receives(&self) -> bool {
+        matches!(self.run.row.work, Work::Receive(_))
+    }
+
     /// Measures frames through a backend.
-    fn frames(&self, direction: Direction, len: usize) -> Result<Figures> {
-        let directory = self.bench.directory()?;
+    fn frames(&self, len: usize) -> Result<Figures> {
+        let (directory, receives) = (self.bench.directory()?, self.receives());
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
         let mut movers = Applications::new(&self.signals);
         let started = (|| {
             let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
             self.tap_is_up()?;
-            if direction == Direction::FromGuest {
+            if !receives {
                 movers.spawn(move |signals| card.transmit(len, signals));
                 return Ok(());
             }
@@ -114,7 +119,7 @@ impl Hosts<'_> {
         let ended = movers.end();
         let mut window = measured?;
         ended?;
-        if direction == Direction::FromGuest {
+        if !receives {
             // Completed frames count only if the other end has received them.
             window.units *= (taken? as f64 / total).min(1.0);
         }
@@ -152,11 +157,11 @@ impl Hosts<'_> {
     }
 
     /// Measures frames through the tap, by calls in a loop.
-    fn tap(&self, direction: Direction, len: usize) -> Result<Figures> {
+    fn tap(&self, len: usize) -> Result<Figures> {
         let mut tap = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
         self.tap_is_up()?;
         let signals = Arc::clone(&self.signals);
-        let (receives, mut movers) = (direction == Direction::ToGuest, Applications::new(&self.signals));
+        let (receives, mut movers) = (self.receives(), Applications::new(&self.signals));
         if receives {
             self.inject(len, &mut movers)?;
         }
@@ -241,7 +246,7 @@ impl Hosts<'_> {
 
     /// Starts servers, then clients. The receiver of a stream listens.
     fn start(&self, traffic: Traffic, inside: &Network, applications: &mut Applications) -> Result<()> {
-        let from_guest = traffic.kind == Kind::Stream(Direction::FromGuest);
+        let from_guest = traffic.kind == Kind::FromGuest;
         let (here, there, address) =
             if from_guest { (&self.outside, inside, OUTSIDE) } else { (inside, &self.outside, INSIDE) };
         serve(here, address, traffic, applications)?;

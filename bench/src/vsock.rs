@@ -26,9 +26,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use towline_lab::Towline as Process;
 
-use crate::applications::{
-    Applications, Connections, CountedBy, Dial, Direction, Kind, Service, Traffic, WITHIN,
-};
+use crate::applications::{Applications, CountedBy, Dial, Kind, Service, Traffic, WITHIN};
 use crate::options::Bench;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 use crate::vhost::{Signals, connect, latencies, window};
@@ -53,8 +51,6 @@ const REQUEST_MIN: f64 = 2.5;
 const SMALL: usize = 256;
 const MEDIUM: usize = 4 << 10;
 const LARGE: usize = 16 << 10;
-const TO_GUEST: Kind = Kind::Stream(Direction::ToGuest);
-const FROM_GUEST: Kind = Kind::Stream(Direction::FromGuest);
 
 /// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,10 +69,10 @@ const SOCKET: Contender<Carrier> = Contender::new("Unix socket", Carrier::Socket
 impl Row for Traffic {
     fn name(&self) -> String {
         let what = match self.kind {
-            TO_GUEST => "to the guest",
-            FROM_GUEST => "from the guest",
-            Kind::Request(Connections::Kept) => "request and response",
-            Kind::Request(Connections::Renewed) => "connect, request, close",
+            Kind::ToGuest => "to the guest",
+            Kind::FromGuest => "from the guest",
+            Kind::Request => "request and response",
+            Kind::Connection => "connect, request, close",
         };
         let streams = if self.sessions == 1 { "stream" } else { "streams" };
         format!("{what}, {} {streams}, {}", self.sessions, bytes(self.size))
@@ -106,7 +102,7 @@ fn judged(run: Run, least: f64) -> Option<Bound> {
 }
 
 fn against_peer(run: Run) -> Option<Bound> {
-    let is_from_guest = run.row.kind == FROM_GUEST;
+    let is_from_guest = run.row.kind == Kind::FromGuest;
     let least = match (is_from_guest, run.row.size) {
         (true, ..=MEDIUM) => FROM_GUEST_SMALL_PEER_MIN,
         (true, _) => FROM_GUEST_PEER_MIN,
@@ -119,15 +115,16 @@ fn against_peer(run: Run) -> Option<Bound> {
 fn against_socket(run: Run) -> Option<Bound> {
     match run.row.size {
         LARGE.. => judged(run, LARGE_SOCKET_MIN),
-        ..=SMALL if run.row.kind == TO_GUEST => judged(run, TO_GUEST_SMALL_SOCKET_MIN),
+        ..=SMALL if run.row.kind == Kind::ToGuest => judged(run, TO_GUEST_SMALL_SOCKET_MIN),
         _ => None,
     }
 }
 
 fn all() -> Vec<Run> {
     let sizes: Vec<usize> = SIZES_LOG2.map(|bits| 1 << bits).collect();
-    let requests = Traffic::requests(&[REQUEST_BYTES], &SESSIONS);
-    Entry::all([Traffic::streams(&sizes, &SESSIONS), requests].concat(), &[TOWLINE, VHOST_DEVICE, SOCKET])
+    let streams = Traffic::all(Kind::STREAMS, &sizes, &SESSIONS);
+    let requests = Traffic::all(Kind::REQUESTS, &[REQUEST_BYTES], &SESSIONS);
+    Entry::all([streams, requests].concat(), &[TOWLINE, VHOST_DEVICE, SOCKET])
 }
 
 /// Formats a size.
@@ -152,8 +149,8 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     };
     let title = "Requests to the guest over vsock";
     Ok(vec![
-        streams("vsock-to-guest", "to", TO_GUEST),
-        streams("vsock-from-guest", "from", FROM_GUEST),
+        streams("vsock-to-guest", "to", Kind::ToGuest),
+        streams("vsock-from-guest", "from", Kind::FromGuest),
         results
             .table("vsock-requests", title, &REQUESTS, |traffic| !traffic.is_stream())
             .with_notes(["connections: CONNECT, its OK, request, response, close"]),
@@ -272,7 +269,7 @@ impl<'a> Ends<'a> {
         let traffic = self.run.row;
         let guest = Machine::start(frontend, traffic, &self.signals);
         let mut guest = guest.map_err(|error| backend.check().err().unwrap_or(error))?;
-        if traffic.kind == FROM_GUEST {
+        if traffic.kind == Kind::FromGuest {
             let path = format!("{}_{PORT}", sockets.uds.display());
             applications.serve(listener(path.as_ref())?, Service::Read, traffic.sessions);
             guest.connect()?;

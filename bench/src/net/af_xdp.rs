@@ -23,7 +23,7 @@ use towline_lab::{Kernel, LinuxGuest, Network, Qemu, Version, wait_until};
 
 use super::hosts::{INSIDE, OUTSIDE, serve as serve_clients};
 use super::sys::Offloads;
-use crate::applications::{Applications, Connections, Direction, Kind, Traffic};
+use crate::applications::{Applications, Kind, Traffic};
 use crate::guest::number;
 use crate::machine::{self, MIB};
 use crate::options::Bench;
@@ -120,8 +120,8 @@ const NOTE: &str = "the guest is emulated: compare the rows of one table; × tap
 /// The guest does not start, the measurement was cancelled, or no row is selected.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let of = |kind| move |size| Connection(Traffic { kind, size, sessions: 1 });
-    let streams = STREAM_SIZES.map(of(Kind::Stream(Direction::FromGuest)));
-    let requests = REQUEST_SIZES.map(of(Kind::Request(Connections::Kept)));
+    let streams = STREAM_SIZES.map(of(Kind::FromGuest));
+    let requests = REQUEST_SIZES.map(of(Kind::Request));
     let all = bench.chosen(Entry::all(streams.into_iter().chain(requests), &CONTENDERS))?;
     let mut outer = Outer::start(bench)?;
     let results = table::measure(bench, all, |run| outer.run(run))?;

@@ -17,7 +17,7 @@ use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout, set_t
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use towline_lab::Network;
 
-use crate::applications::{Applications, Connections, Dial, Kind, Traffic, WITHIN};
+use crate::applications::{Applications, Dial, Kind, Traffic, WITHIN};
 
 /// Tap of the backend.
 pub(super) const TAP: &str = "tap0";
@@ -73,10 +73,10 @@ fn connected(address: SocketAddrV4, traffic: Traffic) -> std::io::Result<File> {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(socket.as_fd(), Timeout::Send, Some(WITHIN))?;
     set_socket_timeout(socket.as_fd(), Timeout::Recv, Some(WITHIN))?;
-    if let Kind::Request(connections) = traffic.kind {
+    if !traffic.is_stream() {
         // As in netperf and iperf3, TCP may coalesce the messages of a stream.
         set_tcp_nodelay(socket.as_fd(), true)?;
-        if connections == Connections::Renewed {
+        if traffic.kind == Kind::Connection {
             // A reset at close frees the client's port at once: thousands of connections per second would exhaust them.
             set_socket_linger(socket.as_fd(), Some(Duration::ZERO))?;
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use towline_lab::Network;
 
-use crate::applications::{Connections, Direction, Kind, Traffic};
+use crate::applications::{Kind, Traffic};
 use crate::options::Bench;
 use crate::table::{Bound, Column, Contender, Entry, Row};
 use crate::vhost::Signals;
@@ -34,8 +34,10 @@ const LARGE: usize = 64 << 10;
 /// Measured traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
-    /// Frames of this length, with their Ethernet header and without their checksum.
-    Frames(Direction, usize),
+    /// Frames of this length from the guest, with their Ethernet header and without their checksum.
+    Transmit(usize),
+    /// Such frames to the guest.
+    Receive(usize),
     Tcp(Traffic),
 }
 
@@ -85,15 +87,15 @@ impl Row for Path {
     fn name(&self) -> String {
         let many = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let Traffic { kind, size, sessions } = match self.work {
-            Work::Frames(Direction::FromGuest, len) => return format!("transmit, {len} B"),
-            Work::Frames(Direction::ToGuest, len) => return format!("receive, {len} B"),
+            Work::Transmit(len) => return format!("transmit, {len} B"),
+            Work::Receive(len) => return format!("receive, {len} B"),
             Work::Tcp(traffic) => traffic,
         };
         let what = match kind {
-            Kind::Stream(Direction::ToGuest) => "TCP stream to the guest",
-            Kind::Stream(Direction::FromGuest) => "TCP stream from the guest",
-            Kind::Request(Connections::Kept) => "TCP_RR",
-            Kind::Request(Connections::Renewed) => "TCP_CRR",
+            Kind::ToGuest => "TCP stream to the guest",
+            Kind::FromGuest => "TCP stream from the guest",
+            Kind::Request => "TCP_RR",
+            Kind::Connection => "TCP_CRR",
         };
         format!("{what}, {size} B, {}, {}", many(sessions, "session"), many(self.queues, "queue"))
     }
@@ -102,18 +104,19 @@ impl Row for Path {
 impl Path {
     /// The rows of one queue.
     pub(super) fn single() -> Vec<Run> {
-        let ways = [Direction::FromGuest, Direction::ToGuest];
-        let works = [64, 1514].into_iter().flat_map(|len| ways.map(|way| Work::Frames(way, len)));
-        let streams = [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10];
-        let tcp = [Traffic::streams(&streams, &[1]), Traffic::requests(&[64], &[1])].concat();
-        let works = works.chain(tcp.into_iter().map(Work::Tcp));
+        let frames = [64, 1514].into_iter().flat_map(|len| [Work::Transmit(len), Work::Receive(len)]);
+        let sizes = [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10];
+        let streams = Traffic::all(Kind::STREAMS, &sizes, &[1]);
+        let tcp = [streams, Traffic::all(Kind::REQUESTS, &[64], &[1])].concat();
+        let works = frames.chain(tcp.into_iter().map(Work::Tcp));
         measured(works.map(|work| Self { work, queues: 1 }))
     }
 
     /// The rows of several queues.
     pub(super) fn multiqueue() -> Vec<Run> {
-        let streams = Traffic::streams(&[1, 64, 256, 512, 1 << 10, 4 << 10, 16 << 10], &[1, 2, 4, 8]);
-        let requests = Traffic::requests(&[1, 64, 256], &[1, 2, 4, 8, 20, 50, 100]);
+        let sizes = [1, 64, 256, 512, 1 << 10, 4 << 10, 16 << 10];
+        let streams = Traffic::all(Kind::STREAMS, &sizes, &[1, 2, 4, 8]);
+        let requests = Traffic::all(Kind::REQUESTS, &[1, 64, 256], &[1, 2, 4, 8, 20, 50, 100]);
         let works = [streams, requests].concat().into_iter().map(Work::Tcp);
         measured(works.flat_map(|work| [1, 2, 4].map(|queues| Self { work, queues })))
     }
@@ -206,14 +209,14 @@ pub(super) const NOTES: [&str; 2] = [
 
 fn against_peer(run: Run) -> Option<Bound> {
     let least = match run.row.work {
-        Work::Frames(Direction::FromGuest, _) => TRANSMIT_MIN,
-        Work::Frames(Direction::ToGuest, _) => RECEIVE_MIN,
-        Work::Tcp(Traffic { kind, size, .. }) => match kind {
-            Kind::Stream(_) if size < LARGE => return None,
-            Kind::Stream(Direction::ToGuest) => TO_GUEST_MIN,
-            Kind::Stream(Direction::FromGuest) => FROM_GUEST_MIN,
-            Kind::Request(Connections::Kept) => REQUEST_MIN,
-            Kind::Request(Connections::Renewed) => CONNECTION_MIN,
+        Work::Transmit(_) => TRANSMIT_MIN,
+        Work::Receive(_) => RECEIVE_MIN,
+        Work::Tcp(traffic) => match traffic.kind {
+            Kind::ToGuest | Kind::FromGuest if traffic.size < LARGE => return None,
+            Kind::ToGuest => TO_GUEST_MIN,
+            Kind::FromGuest => FROM_GUEST_MIN,
+            Kind::Request => REQUEST_MIN,
+            Kind::Connection => CONNECTION_MIN,
         },
     };
     run.at_least(TOWLINE, least).filter(|_| run.row.queues == 1)
@@ -224,11 +227,10 @@ fn against_one_queue(run: Run) -> Option<Bound> {
 }
 
 fn against_limit(run: Run) -> Option<Bound> {
-    const LARGE_TO_GUEST: Traffic =
-        Traffic { kind: Kind::Stream(Direction::ToGuest), size: LARGE, sessions: 1 };
+    const LARGE_TO_GUEST: Traffic = Traffic { kind: Kind::ToGuest, size: LARGE, sessions: 1 };
     let least = match run.row.work {
-        Work::Frames(_, ..=64) => TAP_MIN,
-        Work::Frames(..) => TAP_LONG_MIN,
+        Work::Transmit(..=64) | Work::Receive(..=64) => TAP_MIN,
+        Work::Transmit(_) | Work::Receive(_) => TAP_LONG_MIN,
         Work::Tcp(LARGE_TO_GUEST) if run.row.queues == 1 => VETH_MIN,
         Work::Tcp(_) => return None,
     };

@@ -13,8 +13,8 @@ use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline as Process, Version, wait_until};
 
-use super::{Carrier, FROM_GUEST, REQUEST_BYTES, Run, Sockets, TO_GUEST, TOWLINE, VHOST_DEVICE, sys};
-use crate::applications::{Applications, Connections, CountedBy, Kind, Service, Traffic};
+use super::{Carrier, REQUEST_BYTES, Run, Sockets, TOWLINE, VHOST_DEVICE, sys};
+use crate::applications::{Applications, CountedBy, Kind, Service, Traffic};
 use crate::options::Bench;
 use crate::table::{self, Column, Entry, Figures, Table};
 use crate::vhost::{Signals, latencies, window};
@@ -56,9 +56,9 @@ const NOTES: [&str; 2] = [
 /// # Errors
 /// A guest does not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let streams = Traffic::streams(&[4 << 10, 64 << 10], &[1]);
-    let rows = [streams, Traffic::requests(&[REQUEST_BYTES], &[1])].concat();
-    let all = bench.chosen(Entry::all(rows, &[TOWLINE, VHOST_DEVICE]))?;
+    let streams = Traffic::all(Kind::STREAMS, &[4 << 10, 64 << 10], &[1]);
+    let requests = Traffic::all(Kind::REQUESTS, &[REQUEST_BYTES], &[1]);
+    let all = bench.chosen(Entry::all([streams, requests].concat(), &[TOWLINE, VHOST_DEVICE]))?;
     let mut own = Machine::start(bench, Carrier::Towline)?;
     let mut peer = Machine::start(bench, Carrier::Peer)?;
     let results = table::measure(bench, all, |run| {
@@ -128,12 +128,12 @@ impl Machine {
 
     fn begin(&self, traffic: Traffic, applications: &mut Applications) -> Result<()> {
         let port = match traffic.kind {
-            TO_GUEST => RECEIVE_PORT,
-            FROM_GUEST => SEND_PORT,
-            Kind::Request(_) => ECHO_PORT,
+            Kind::ToGuest => RECEIVE_PORT,
+            Kind::FromGuest => SEND_PORT,
+            Kind::Request | Kind::Connection => ECHO_PORT,
         };
         let dial = self.sockets.dial(port);
-        if traffic.kind != FROM_GUEST {
+        if traffic.kind != Kind::FromGuest {
             return applications.connect(&dial, traffic, CountedBy::Writer);
         }
         let mut stream = dial()?;
@@ -149,10 +149,9 @@ impl Machine {
 pub(crate) fn serve() -> Result<()> {
     let mut applications = Applications::new(&Arc::default());
     // Of both kinds; a kept one is never silent.
-    let echo = Service::Echo(Connections::Renewed);
-    for (port, service) in [(ECHO_PORT, echo), (RECEIVE_PORT, Service::Read), (SEND_PORT, Service::Send)] {
-        applications.serve(sys::listen(port)?, service, SESSIONS);
-    }
+    applications.serve(sys::listen(ECHO_PORT)?, Service::EchoOnce, SESSIONS);
+    applications.serve(sys::listen(RECEIVE_PORT)?, Service::Read, SESSIONS);
+    applications.serve(sys::listen(SEND_PORT)?, Service::Send, SESSIONS);
     println!("{READY}");
     applications.wait()
 }
