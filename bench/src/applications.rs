@@ -19,8 +19,13 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, set_tcp_nodelay};
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use serde::{Deserialize, Serialize};
+use towline_channel::lock::lock;
+use towline_lab::Towline as Process;
 
-use crate::vhost::Signals;
+use crate::options::Bench;
+use crate::stats::quantiles;
+use crate::table::Figures;
+use crate::vhost::{Signals, Window, window};
 
 /// Timeout of a connection and of a response.
 pub(crate) const WITHIN: Duration = Duration::from_secs(15);
@@ -106,10 +111,13 @@ pub(crate) enum Service {
 /// Connects to the other end.
 pub(crate) type Dial = Arc<dyn Fn() -> Result<File> + Send + Sync>;
 
-/// Running applications.
+/// Running applications, and the guests that they run in or talk to.
+#[derive(Default)]
 pub(crate) struct Applications {
-    signals: Arc<Signals>,
+    pub(crate) signals: Arc<Signals>,
     threads: Vec<JoinHandle<Result<()>>>,
+    /// Those end after the applications that they respond to.
+    guests: Vec<JoinHandle<Result<()>>>,
     /// One end of each stream, to shut it down.
     streams: Arc<Mutex<Vec<File>>>,
     /// In microseconds.
@@ -117,11 +125,6 @@ pub(crate) struct Applications {
 }
 
 impl Applications {
-    pub(crate) fn new(signals: &Arc<Signals>) -> Self {
-        let signals = Arc::clone(signals);
-        Self { signals, threads: Vec::new(), streams: Arc::default(), latencies: Arc::default() }
-    }
-
     /// Runs this in a thread, which returns at the end of the measurement.
     pub(crate) fn spawn(&mut self, body: impl FnOnce(&Signals) -> Result<()> + Send + 'static) {
         let signals = Arc::clone(&self.signals);
@@ -131,9 +134,15 @@ impl Applications {
         }));
     }
 
+    /// Runs a guest in a thread, which returns when the power is off.
+    pub(crate) fn guest(&mut self, body: impl FnOnce(&Signals) -> Result<()> + Send + 'static) {
+        let signals = Arc::clone(&self.signals);
+        self.guests.push(std::thread::spawn(move || body(&signals)));
+    }
+
     /// Has this stream shut down at the end.
     fn keep(&self, stream: &File) -> Result<()> {
-        self.streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
+        lock(&self.streams).push(stream.try_clone()?);
         Ok(())
     }
 
@@ -199,7 +208,7 @@ impl Applications {
                     latencies.push(started.elapsed().as_secs_f64() * 1e6);
                 }
             }
-            all.lock().expect("no thread panics with it").append(&mut latencies);
+            lock(&all).append(&mut latencies);
             Ok(())
         });
         Ok(())
@@ -216,7 +225,7 @@ impl Applications {
             self.spawn(move |signals| {
                 while let Some(stream) = accept(&listener, signals, lost_after)? {
                     if is_kept {
-                        streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
+                        lock(&streams).push(stream.try_clone()?);
                     }
                     serve(stream, service, signals);
                 }
@@ -227,24 +236,84 @@ impl Applications {
 
     /// Waits until one fails, which does not happen as long as the other end exists.
     pub(crate) fn wait(self) -> Result<()> {
-        let ended = |thread: JoinHandle<Result<()>>| thread.join().expect("the thread does not panic");
-        self.threads.into_iter().try_for_each(ended)
+        self.threads.into_iter().try_for_each(joined)
     }
 
-    /// Ends all threads. Returns the latencies in microseconds, or the first error.
-    pub(crate) fn end(self) -> Result<Vec<f64>> {
+    /// Measures a window once they have started. The exit of the backend is the reason of every other error.
+    pub(crate) fn window(
+        &self,
+        started: Result<()>,
+        backend: Option<&mut Process>,
+        bench: &Bench,
+        length: Duration,
+    ) -> Result<Window> {
+        let pid = backend.as_ref().map(|backend| backend.pid());
+        let measured = started.and_then(|()| window(&self.signals, pid, bench.window(length), &bench.cancel));
+        backend.map_or(Ok(()), Process::check)?;
+        measured
+    }
+
+    /// Measures this traffic in a window once they have started, and ends them.
+    pub(crate) fn measure(
+        self,
+        started: Result<()>,
+        backend: Option<&mut Process>,
+        bench: &Bench,
+        length: Duration,
+        traffic: Traffic,
+    ) -> Result<Figures> {
+        let measured = self.window(started, backend, bench, length);
+        let latencies = self.end();
+        let mut figures = measured?.figures(traffic);
+        figures.extend(latencies?);
+        Ok(figures)
+    }
+
+    /// Ends all threads. Returns the figures of latencies, if there are any, or the first error.
+    pub(crate) fn end(self) -> Result<Figures> {
         self.signals.stop.store(true, Ordering::Relaxed);
-        for stream in self.streams.lock().expect("no thread panics with it").drain(..) {
+        for stream in lock(&self.streams).drain(..) {
             // It may be shut down already.
             let _ = shutdown(&stream, Shutdown::Both);
         }
-        let mut outcome = Ok(());
-        for thread in self.threads {
-            outcome = outcome.and(thread.join().expect("the thread does not panic"));
-        }
-        outcome?;
-        Ok(std::mem::take(&mut self.latencies.lock().expect("no thread panics with it")))
+        let first = |outcome: Result<()>, thread| outcome.and(joined(thread));
+        let ended = self.threads.into_iter().fold(Ok(()), first);
+        self.signals.power_off.store(true, Ordering::Relaxed);
+        self.guests.into_iter().fold(ended, first)?;
+        let latencies = std::mem::take(&mut *lock(&self.latencies));
+        Ok(Figures::from_iter(quantiles(latencies, [("p50 µs", 0.5), ("p99 µs", 0.99)])))
     }
+}
+
+impl Window {
+    /// Figures of streams, whose units are bytes, or of requests.
+    fn figures(&self, traffic: Traffic) -> Figures {
+        let (rate, machine) = (self.rate(), self.machine_percent);
+        let (both, backend_seconds) = (self.backend_percent + self.own_percent, self.backend_seconds());
+        let mut figures =
+            Figures::from([("backend % CPU", self.backend_percent), ("machine % CPU", machine)]);
+        figures.extend(if traffic.is_stream() {
+            [
+                ("Gbit/s", rate * 8e-9),
+                ("Mbit/s per % CPU", rate / both * 8e-6),
+                ("norm Mbit/s", rate / machine * 8e-6),
+                ("backend ms/GB", backend_seconds * 1e12),
+            ]
+        } else {
+            [
+                ("1/s", rate),
+                ("1/s per % CPU", rate / both),
+                ("norm", rate / machine),
+                ("backend µs", backend_seconds * 1e6),
+            ]
+        });
+        figures
+    }
+}
+
+/// Waits for the end of a thread.
+fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
+    thread.join().expect("the thread does not panic")
 }
 
 /// Accepts the next connection; `None` at the end of the measurement.

@@ -17,7 +17,6 @@ pub(crate) mod af_xdp;
 mod backends;
 mod card;
 mod hosts;
-mod relay;
 mod rows;
 mod sys;
 
@@ -25,20 +24,20 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::UdpSocket;
 use std::os::fd::AsFd as _;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::Result;
+use towline_frontend::Frontend;
 use towline_frontend::net::FRAME_BYTES_MAX;
-use towline_lab::{Network, Towline as Process, wait_until};
+use towline_lab::{Network, wait_until};
 
 use crate::applications::{Applications, CountedBy, Kind, Traffic};
 use crate::machine;
 use crate::options::Bench;
 use crate::table::{self, Figures, Table};
-use crate::vhost::{Window, connect, latencies, window};
+use crate::vhost::{Window, connect};
 use card::{Card, Setup};
 use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, dial, host, serve};
 use rows::{Carrier, Hosts, Path, Run, Work};
@@ -69,7 +68,7 @@ pub(crate) fn measure_queues(bench: &Bench) -> Result<Vec<Table>> {
 
 fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
     let results = table::measure(bench, bench.chosen(all)?, |run| {
-        let hosts = Hosts { bench, run, outside: host()?, signals: Arc::default() };
+        let hosts = Hosts { bench, run, outside: host()? };
         match (run.row.work, run.contender.kind) {
             (Work::Tcp(traffic), _) => hosts.tcp(traffic),
             (Work::Transmit(len) | Work::Receive(len), Carrier::Tap) => hosts.tap(len),
@@ -86,10 +85,6 @@ fn tables(bench: &Bench, all: Vec<Run>) -> Result<Vec<Table>> {
 }
 
 impl Hosts<'_> {
-    fn window(&self, backend: Option<&mut Process>) -> Result<Window> {
-        window(&self.signals, backend, self.bench.window(WINDOW), &self.bench.cancel)
-    }
-
     /// Returns true if frames go to the guest.
     fn receives(&self) -> bool {
         matches!(self.run.row.work, Work::Receive(_))
@@ -100,7 +95,7 @@ impl Hosts<'_> {
         let (directory, receives) = (self.bench.directory()?, self.receives());
         let mut backend = self.backend(directory.path())?;
         let socket = directory.path().join(backends::SOCKET);
-        let mut movers = Applications::new(&self.signals);
+        let mut movers = Applications::default();
         let started = (|| {
             let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
             self.tap_is_up()?;
@@ -111,10 +106,9 @@ impl Hosts<'_> {
             movers.spawn(move |signals| card.receive(signals));
             self.inject(len, &mut movers)
         })();
-        let started = started.map_err(|error| backend.check().err().unwrap_or(error));
-        let measured = started.and_then(|()| self.window(Some(&mut backend)));
+        let measured = movers.window(started, Some(&mut backend), self.bench, WINDOW);
         // Read before the driver ends, as a backend may end with it and remove its tap.
-        let total = self.signals.units.load(Ordering::Relaxed) as f64;
+        let total = movers.signals.units.load(Ordering::Relaxed) as f64;
         let taken = self.outside.received_packets(TAP);
         let ended = movers.end();
         let mut window = measured?;
@@ -123,7 +117,7 @@ impl Hosts<'_> {
             // Completed frames count only if the other end has received them.
             window.units *= (taken? as f64 / total).min(1.0);
         }
-        Ok(frame_figures(&window, len, window.backend_percent / 100.0 / window.rate()))
+        Ok(frame_figures(&window, len, window.backend_seconds()))
     }
 
     /// Waits for the backend's tap, and configures it.
@@ -160,75 +154,54 @@ impl Hosts<'_> {
     fn tap(&self, len: usize) -> Result<Figures> {
         let mut tap = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
         self.tap_is_up()?;
-        let signals = Arc::clone(&self.signals);
-        let (receives, mut movers) = (self.receives(), Applications::new(&self.signals));
+        let (receives, mut movers) = (self.receives(), Applications::default());
         if receives {
             self.inject(len, &mut movers)?;
         }
-        let thread = std::thread::spawn(move || -> Result<f64> {
-            let (mut bytes, mut frames) = (card::frame(len), 0.0);
+        let (spent, cpu_seconds) = mpsc::channel();
+        movers.spawn(move |signals| {
+            let mut bytes = card::frame(len);
             while !signals.is_over() {
                 let moved = if receives { tap.read(&mut bytes).map(drop) } else { tap.write_all(&bytes) };
                 match moved {
-                    Ok(()) => {
-                        signals.add(1);
-                        frames += 1.0;
-                    }
+                    Ok(()) => signals.add(1),
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                         towline_frontend::wait_any(&[tap.as_fd()], card::SLEEP)?;
                     }
                     Err(error) => return Err(error.into()),
                 }
             }
-            Ok(machine::own_thread_seconds() / frames)
+            Ok(spent.send(machine::own_thread_seconds() / signals.units.load(Ordering::Relaxed) as f64)?)
         });
-        let measured = self.window(None);
-        let injected = movers.end();
-        let ended = thread.join().expect("the thread does not panic");
-        injected?;
-        Ok(frame_figures(&measured?, len, ended?))
+        let measured = movers.window(Ok(()), None, self.bench, WINDOW);
+        movers.end()?;
+        Ok(frame_figures(&measured?, len, cpu_seconds.recv()?))
     }
 
     fn tcp(&self, traffic: Traffic) -> Result<Figures> {
         let (directory, inside) = (self.bench.directory()?, host()?);
-        let (mut backend, pump) = match self.run.contender.kind {
-            Carrier::Veth => {
-                self.outside.connect(TAP, &inside, GUEST_TAP)?;
-                (None, None)
-            }
-            Carrier::Loop => {
-                let outer = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
-                let inner = inside.enter(|| sys::tap(GUEST_TAP, 1, sys::Offloads::On))??;
-                (None, Some(relay::relay([outer, inner], &self.signals)))
-            }
-            carrier => {
-                if carrier == Carrier::Passt {
-                    self.without_tap()?;
+        let (mut backend, mut applications) = (None, Applications::default());
+        let started = (|| {
+            match self.run.contender.kind {
+                Carrier::Veth => self.outside.connect(TAP, &inside, GUEST_TAP)?,
+                Carrier::Loop => {
+                    let outer = self.outside.enter(|| sys::tap(TAP, 1, sys::Offloads::On))??;
+                    let inner = inside.enter(|| sys::tap(GUEST_TAP, 1, sys::Offloads::On))??;
+                    applications.guest(move |signals| card::relay([outer, inner], signals));
                 }
-                let mut backend = self.backend(directory.path())?;
-                let pump = self.connected(&mut backend, &directory.path().join(backends::SOCKET), &inside);
-                let pump = pump.map_err(|error| backend.check().err().unwrap_or(error))?;
-                (Some(backend), Some(pump))
+                carrier => {
+                    if carrier == Carrier::Passt {
+                        self.without_tap()?;
+                    }
+                    let backend = backend.insert(self.backend(directory.path())?);
+                    let frontend = connect(backend, &directory.path().join(backends::SOCKET))?;
+                    self.start_guest(frontend, &inside, &mut applications)?;
+                }
             }
-        };
-        let mut applications = Applications::new(&self.signals);
-        let started = self.set_up(&inside).and_then(|()| self.start(traffic, &inside, &mut applications));
-        let measured = started.and_then(|()| self.window(backend.as_mut()));
-        let ended = applications.end();
-        self.signals.power_off.store(true, Ordering::Relaxed);
-        let pumped = pump.map_or(Ok(()), |pump| pump.join().expect("the thread does not panic"));
-        let (window, times) = (measured?, ended?);
-        pumped?;
-        let (rate, norm) = (window.rate(), window.rate() / window.machine_percent);
-        let mut figures = latencies(times);
-        figures.extend(if traffic.is_stream() {
-            [("Gbit/s", rate * 8e-9), ("norm Mbit/s", norm * 8e-6)]
-        } else {
-            [("1/s", rate), ("norm", norm)]
-        });
-        figures
-            .extend([("backend % CPU", window.backend_percent), ("machine % CPU", window.machine_percent)]);
-        Ok(figures)
+            self.set_up(&inside)?;
+            self.start(traffic, &inside, &mut applications)
+        })();
+        applications.measure(started, backend.as_mut(), self.bench, WINDOW, traffic)
     }
 
     /// Brings both ends of the path up.
@@ -261,21 +234,21 @@ impl Hosts<'_> {
         self.outside.run(&["ip", "route", "add", "default", "dev", TAP])
     }
 
-    /// Connects the backend's card to a tap of the inner namespace.
-    fn connected(
+    /// Starts the guest, whose card is connected to a tap of the inner namespace.
+    fn start_guest(
         &self,
-        backend: &mut Process,
-        socket: &std::path::Path,
+        frontend: Frontend,
         inside: &Network,
-    ) -> Result<JoinHandle<Result<()>>> {
+        applications: &mut Applications,
+    ) -> Result<()> {
         // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
         let queues = self.run.row.queues;
-        let setup = Setup { queues, ..Setup::of(FRAME_BYTES_MAX) };
-        let card = Card::start(connect(backend, socket)?, setup)?;
+        let card = Card::start(frontend, Setup { queues, ..Setup::of(FRAME_BYTES_MAX) })?;
         let offloads = card.offloads();
-        let open = || (0..queues).map(|_| sys::tap(GUEST_TAP, queues, offloads)).collect();
-        let taps: Result<Vec<File>> = inside.enter(open)?;
-        Ok(card.pump(taps?, &self.signals))
+        let open = || (0..queues).map(|_| sys::tap(GUEST_TAP, queues, offloads)).collect::<Result<_>>();
+        let taps: Vec<File> = inside.enter(open)??;
+        applications.guest(move |signals| card.pump(taps, signals));
+        Ok(())
     }
 }
 

@@ -16,8 +16,6 @@ use towline_frontend::Frontend;
 use towline_lab::Towline as Process;
 
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
-use crate::stats::quantiles;
-use crate::table::Figures;
 
 /// Time before a window, in which rings fill, socket buffers grow and memory is touched.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -86,36 +84,18 @@ impl Window {
     pub(crate) fn rate(&self) -> f64 {
         self.units / self.seconds
     }
-}
 
-/// Figures of latencies, if there are any.
-pub(crate) fn latencies(of: Vec<f64>) -> Figures {
-    Figures::from_iter(quantiles(of, [("p50 µs", 0.5), ("p99 µs", 0.99)]))
-}
-
-/// Measures a window after a warm-up.
-///
-/// # Errors
-/// It was cancelled, nothing was done, or the backend exited.
-pub(crate) fn window(
-    signals: &Signals,
-    backend: Option<&mut Process>,
-    length: Duration,
-    cancel: &Cancel,
-) -> Result<Window> {
-    let pid = backend.as_ref().map(|backend| backend.pid());
-    let measured = window_of(signals, pid, length, cancel);
-    if let Some(backend) = backend {
-        backend.check()?;
+    /// Returns the backend's CPU time for each unit, in seconds.
+    pub(crate) fn backend_seconds(&self) -> f64 {
+        self.backend_percent / 100.0 / self.rate()
     }
-    measured
 }
 
 /// Measures a window after a warm-up, with the CPU time of this backend's process.
 ///
 /// # Errors
-/// As [`window`].
-pub(crate) fn window_of(
+/// It was cancelled, or nothing was done.
+pub(crate) fn window(
     signals: &Signals,
     pid: Option<u32>,
     length: Duration,

@@ -19,8 +19,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -29,7 +27,7 @@ use towline_lab::Towline as Process;
 use crate::applications::{Applications, CountedBy, Dial, Kind, Service, Traffic, WITHIN};
 use crate::options::Bench;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
-use crate::vhost::{Signals, connect, latencies, window};
+use crate::vhost::connect;
 use guest::{CID, Machine, PORT};
 
 /// Binary logarithms of the published message sizes, 32 B to 512 KiB.
@@ -137,7 +135,7 @@ fn bytes(size: usize) -> String {
 /// # Errors
 /// The run was cancelled, or no row is selected.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let results = table::measure(bench, bench.chosen(all())?, |run| Ends::new(bench, run)?.run())?;
+    let results = table::measure(bench, bench.chosen(all())?, |it| run(bench, it))?;
     let streams = |name, what: &str, kind| {
         let title = format!("vsock streams {what} the guest");
         results.table(name, &title, &STREAMS, |traffic| traffic.kind == kind).with_notes([
@@ -171,19 +169,18 @@ impl Sockets {
     /// Starts the process of a contender.
     fn serve(&self, bench: &Bench, carrier: Carrier) -> Result<Process> {
         let (vhost, uds) = (self.vhost.display().to_string(), self.uds.display().to_string());
-        let (program, words) = match carrier {
+        match carrier {
             Carrier::Peer => {
                 let cid = format!("--guest-cid={CID}");
-                let words = vec![cid, format!("--socket={vhost}"), format!("--uds-path={uds}")];
-                (bench.peer(PEER)?, words)
+                let words = [cid, format!("--socket={vhost}"), format!("--uds-path={uds}")];
+                Process::start(&bench.peer(PEER)?, words)
             }
             Carrier::Towline | Carrier::Socket => {
                 let cid = CID.to_string();
                 let words = ["vsock", "--socket", &vhost, "--cid", &cid, "--uds", &uds];
-                (bench.options.towline.clone(), words.map(str::to_owned).to_vec())
+                Process::start(&bench.options.towline, words)
             }
-        };
-        Process::start(&program, words)
+        }
     }
 
     /// Connects to a port of the guest, by Firecracker's convention.
@@ -218,75 +215,42 @@ fn listener(path: &Path) -> Result<UnixListener> {
 }
 
 /// One run of a row.
-struct Ends<'a> {
-    bench: &'a Bench,
-    run: Run,
-    signals: Arc<Signals>,
-    guest: Option<JoinHandle<Result<()>>>,
-    backend: Option<Process>,
-    directory: tempfile::TempDir,
+fn run(bench: &Bench, run: Run) -> Result<Figures> {
+    let (directory, traffic) = (bench.directory()?, run.row);
+    let sockets = Sockets::within(directory.path());
+    let mut applications = Applications::default();
+    let mut backend =
+        (run.contender != SOCKET).then(|| sockets.serve(bench, run.contender.kind)).transpose()?;
+    let started = match &mut backend {
+        Some(backend) => with_backend(&mut applications, traffic, &sockets, backend),
+        None => without_backend(&mut applications, traffic, sockets.uds),
+    };
+    applications.measure(started, backend.as_mut(), bench, WINDOW, traffic)
 }
 
-impl<'a> Ends<'a> {
-    fn new(bench: &'a Bench, run: Run) -> Result<Self> {
-        let directory = bench.directory()?;
-        Ok(Self { bench, run, signals: Arc::default(), guest: None, backend: None, directory })
+/// Starts a guest on a backend, and the applications.
+fn with_backend(
+    applications: &mut Applications,
+    traffic: Traffic,
+    sockets: &Sockets,
+    backend: &mut Process,
+) -> Result<()> {
+    let mut guest = Machine::start(connect(backend, &sockets.vhost)?, traffic)?;
+    if traffic.kind == Kind::FromGuest {
+        let path = format!("{}_{PORT}", sockets.uds.display());
+        applications.serve(listener(path.as_ref())?, Service::Read, traffic.sessions);
+        guest.connect(&applications.signals)?;
+        applications.guest(move |signals| guest.run(signals));
+        return Ok(());
     }
+    applications.guest(move |signals| guest.run(signals));
+    applications.connect(&sockets.dial(PORT), traffic, CountedBy::Reader)
+}
 
-    fn run(mut self) -> Result<Figures> {
-        let mut applications = Applications::new(&self.signals);
-        let started = match self.run.contender.kind {
-            Carrier::Socket => self.without_backend(&mut applications),
-            Carrier::Towline | Carrier::Peer => self.with_backend(&mut applications),
-        };
-        let measured = started.and_then(|()| {
-            let length = self.bench.window(WINDOW);
-            window(&self.signals, self.backend.as_mut(), length, &self.bench.cancel)
-        });
-        // The applications end before the guest that responds to them, and that before its backend.
-        let times = applications.end();
-        self.signals.power_off.store(true, Ordering::Relaxed);
-        let ended = self.guest.map_or(Ok(()), |guest| guest.join().expect("the thread does not panic"));
-        let (window, times) = (measured?, times?);
-        ended?;
-        let cpu_percent = window.backend_percent + window.own_percent;
-        let mut figures = latencies(times);
-        if self.run.row.is_stream() {
-            let gigabits = window.rate() * 8e-9;
-            figures.extend([("Gbit/s", gigabits), ("Mbit/s per % CPU", gigabits * 1e3 / cpu_percent)]);
-        } else {
-            figures.extend([("1/s", window.rate()), ("1/s per % CPU", window.rate() / cpu_percent)]);
-        }
-        Ok(figures)
-    }
-
-    /// Starts a guest on a backend, and the applications.
-    fn with_backend(&mut self, applications: &mut Applications) -> Result<()> {
-        let sockets = Sockets::within(self.directory.path());
-        let backend = sockets.serve(self.bench, self.run.contender.kind)?;
-        let backend = self.backend.insert(backend);
-        let frontend = connect(backend, &sockets.vhost)?;
-        let traffic = self.run.row;
-        let guest = Machine::start(frontend, traffic, &self.signals);
-        let mut guest = guest.map_err(|error| backend.check().err().unwrap_or(error))?;
-        if traffic.kind == Kind::FromGuest {
-            let path = format!("{}_{PORT}", sockets.uds.display());
-            applications.serve(listener(path.as_ref())?, Service::Read, traffic.sessions);
-            guest.connect()?;
-            self.guest = Some(guest.spawn());
-            return Ok(());
-        }
-        self.guest = Some(guest.spawn());
-        applications.connect(&sockets.dial(PORT), traffic, CountedBy::Reader)
-    }
-
-    /// Starts the applications of both ends, without a backend.
-    fn without_backend(&self, applications: &mut Applications) -> Result<()> {
-        let path = self.directory.path().join("limit.sock");
-        let traffic = self.run.row;
-        applications.serve(listener(&path)?, traffic.service(), traffic.sessions);
-        applications.connect(&(Arc::new(move || connected(&path)) as Dial), traffic, CountedBy::Reader)
-    }
+/// Starts the applications of both ends, without a backend.
+fn without_backend(applications: &mut Applications, traffic: Traffic, path: PathBuf) -> Result<()> {
+    applications.serve(listener(&path)?, traffic.service(), traffic.sessions);
+    applications.connect(&(Arc::new(move || connected(&path)) as Dial), traffic, CountedBy::Reader)
 }
 
 #[cfg(test)]

@@ -13,7 +13,6 @@
 
 mod inner;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -28,7 +27,6 @@ use crate::guest::number;
 use crate::machine::{self, MIB};
 use crate::options::Bench;
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
-use crate::vhost::Signals;
 
 pub(crate) use inner::{APPLICATION, serve};
 use inner::{OUT, Outcome, Role, SOCKET};
@@ -215,8 +213,7 @@ impl<'b> Outer<'b> {
             "ip link set tap0 address {OUT} arp off up && ip route add {INSIDE}/32 dev tap0"
         ))?;
         let Connection(traffic) = run.row;
-        let signals: Arc<Signals> = Arc::default();
-        let mut receiver = Applications::new(&signals);
+        let mut receiver = Applications::default();
         serve_clients(&self.network, OUTSIDE, traffic, &mut receiver)?;
         let (window, offloads) = (self.bench.window(WINDOW), run.contender.kind.offloads == Offloads::On);
         let role = serde_json::to_string(&Role { traffic, window, offloads })?;
@@ -225,7 +222,7 @@ impl<'b> Outer<'b> {
         let cpu = machine::own_seconds();
         let output = self.shell(&line);
         let cpu = machine::own_seconds() - cpu;
-        let received = signals.units.load(Ordering::Relaxed).max(1) as f64;
+        let received = receiver.signals.units.load(Ordering::Relaxed).max(1) as f64;
         receiver.end()?;
         let output = output?;
         let outcome = serde_json::from_str(output.lines().last().unwrap_or_default());

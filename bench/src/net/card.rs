@@ -1,11 +1,11 @@
-//! Drivers of the guest's card: they send and receive frames at the backend's full rate, or connect it to a tap.
+//! Drivers of the guest's card: they send and receive frames at the backend's full rate, or connect it to a tap. And a loop between two
+//! taps in their place.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSlice, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -133,13 +133,9 @@ impl Card {
     }
 
     /// Connects each pair to a queue of a tap.
-    pub(super) fn pump(self, taps: Vec<File>, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
-        let signals = Arc::clone(signals);
-        std::thread::spawn(move || {
-            let _frontend = &self.frontend;
-            let signals = &signals;
-            at_once(self.pairs.into_iter().zip(taps).map(|(pair, tap)| move || pump(pair, &tap, signals)))
-        })
+    pub(super) fn pump(self, taps: Vec<File>, signals: &Signals) -> Result<()> {
+        let _frontend = self.frontend;
+        at_once(self.pairs.into_iter().zip(taps).map(|(pair, tap)| move || pump(pair, &tap, signals)))
     }
 }
 
@@ -173,6 +169,28 @@ fn pump(mut pair: DriverPair, mut tap: &File, signals: &Signals) -> Result<()> {
             }
             pair.rx().disable_callback();
             pair.tx().disable_callback();
+        }
+    }
+    Ok(())
+}
+
+/// Forwards frames between two taps until the end, with a thread for each direction, without rings and without a backend: what the
+/// taps themselves allow for TCP.
+pub(super) fn relay([outside, inside]: [File; 2], signals: &Signals) -> Result<()> {
+    let ways = [(&outside, &inside), (&inside, &outside)];
+    at_once(ways.map(|(from, to)| move || forward(from, to, signals)))
+}
+
+fn forward(mut from: &File, mut to: &File, signals: &Signals) -> Result<()> {
+    let mut frame = vec![0; HEADER_BYTES + FRAME_BYTES_MAX];
+    while !signals.power_off.load(Ordering::Relaxed) {
+        match from.read(&mut frame) {
+            // A full tap drops frames, as a card's ring does.
+            Ok(length) => drop(to.write(&frame[..length])),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                wait_any(&[from.as_fd()], SLEEP)?;
+            }
+            Err(error) => return Err(error).context("a tap"),
         }
     }
     Ok(())

@@ -1,13 +1,10 @@
 //! Rows of the tables: traffic, queues, contenders and drivers; columns and goals.
 
-use std::sync::Arc;
-
 use towline_lab::Network;
 
 use crate::applications::{Kind, Traffic};
 use crate::options::Bench;
 use crate::table::{Bound, Column, Contender, Entry, Row};
-use crate::vhost::Signals;
 
 /// DPDK's test program.
 pub(super) const TESTPMD: &str = "dpdk-testpmd";
@@ -242,7 +239,6 @@ pub(super) struct Hosts<'a> {
     pub(super) bench: &'a Bench,
     pub(super) run: Run,
     pub(super) outside: Network,
-    pub(super) signals: Arc<Signals>,
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -36,7 +35,6 @@ pub(super) struct Machine {
     _frontend: Frontend,
     guest: VsockGuest,
     traffic: Traffic,
-    signals: Arc<Signals>,
     /// Streams to the host, with the unsent rest of the current message.
     sending: HashMap<PortPair, usize>,
     /// Responses that wait for space in the ring.
@@ -45,7 +43,7 @@ pub(super) struct Machine {
 
 impl Machine {
     /// Starts the guest on a backend.
-    pub(super) fn start(mut frontend: Frontend, traffic: Traffic, signals: &Arc<Signals>) -> Result<Self> {
+    pub(super) fn start(mut frontend: Frontend, traffic: Traffic) -> Result<Self> {
         let wanted = feature::EVENT_IDX | feature::INDIRECT | FEATURE_STREAM;
         let negotiated = frontend.negotiate(0, wanted, 0)?;
         let receive_bytes = LINUX_BUFFER_BYTES;
@@ -55,42 +53,39 @@ impl Machine {
         frontend.set_mem_table(Some(&memory))?;
         let guest = VsockGuest::start(&mut frontend, &memory, options)?;
         let (sending, pending) = (HashMap::new(), Vec::new());
-        let signals = Arc::clone(signals);
-        Ok(Self { _frontend: frontend, guest, traffic, signals, sending, pending })
+        Ok(Self { _frontend: frontend, guest, traffic, sending, pending })
     }
 
     /// Opens the streams from the guest.
-    pub(super) fn connect(&mut self) -> Result<()> {
+    pub(super) fn connect(&mut self, signals: &Signals) -> Result<()> {
         let sessions = self.traffic.sessions;
         let ports: Vec<PortPair> = (0..sessions).map(|index| (5000 + index as u32, PORT)).collect();
         ports.iter().for_each(|ports| self.guest.request(*ports));
         let until = Instant::now() + CONNECT_WITHIN;
         while self.sending.len() < sessions {
             ensure!(Instant::now() < until, "{} of {sessions} streams were accepted", self.sending.len());
-            self.poll()?;
+            self.poll(signals)?;
             self.guest.wait(false, SLEEP)?;
         }
         Ok(())
     }
 
-    /// Runs until the end of the measurement.
-    pub(super) fn spawn(mut self) -> JoinHandle<Result<()>> {
-        std::thread::spawn(move || {
-            while !self.signals.power_off.load(Ordering::Relaxed) {
-                let received = self.poll()?;
-                let more = self.send()?;
-                if !received && !more {
-                    let blocked = !self.sending.is_empty() || !self.pending.is_empty();
-                    self.guest.wait(blocked && !self.guest.can_send(), SLEEP)?;
-                }
+    /// Runs until the power is off.
+    pub(super) fn run(mut self, signals: &Signals) -> Result<()> {
+        while !signals.power_off.load(Ordering::Relaxed) {
+            let received = self.poll(signals)?;
+            let more = self.send()?;
+            if !received && !more {
+                let blocked = !self.sending.is_empty() || !self.pending.is_empty();
+                self.guest.wait(blocked && !self.guest.can_send(), SLEEP)?;
             }
-            Ok(())
-        })
+        }
+        Ok(())
     }
 
     /// Processes received packets. Returns true if there were any.
-    fn poll(&mut self) -> Result<bool> {
-        let Self { guest, traffic, signals, sending, pending, .. } = self;
+    fn poll(&mut self, signals: &Signals) -> Result<bool> {
+        let Self { guest, traffic, sending, pending, .. } = self;
         let received = guest.poll(|guest, event| match event {
             VsockEvent::Request(ports) => guest.accept(ports),
             VsockEvent::Connected(ports) => {

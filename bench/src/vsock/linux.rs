@@ -6,7 +6,6 @@
 //! Each backend has a guest of its own, and both guests run during the whole measurement. Guests are emulated, so figures are
 //! compared with each other only. CPU time is the backend's.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,7 +16,6 @@ use super::{Carrier, REQUEST_BYTES, Run, Sockets, TOWLINE, VHOST_DEVICE, sys};
 use crate::applications::{Applications, CountedBy, Kind, Service, Traffic};
 use crate::options::Bench;
 use crate::table::{self, Column, Entry, Figures, Table};
-use crate::vhost::{Signals, latencies, window};
 
 /// Only word of the command line of the application inside of the guest: this program.
 pub(crate) const APPLICATION: &str = "--vsock-linux-guest";
@@ -110,20 +108,9 @@ impl Machine {
     }
 
     fn run(&mut self, bench: &Bench, run: Run) -> Result<Figures> {
-        let signals: Arc<Signals> = Arc::default();
-        let mut applications = Applications::new(&signals);
+        let mut applications = Applications::default();
         let begun = self.begin(run.row, &mut applications);
-        let measured = begun
-            .and_then(|()| window(&signals, Some(&mut self.backend), bench.window(WINDOW), &bench.cancel));
-        let ended = applications.end();
-        let (window, mut figures) = (measured?, latencies(ended?));
-        let cpu_seconds = window.backend_percent / 100.0 / window.rate();
-        if run.row.is_stream() {
-            figures.extend([("Gbit/s", window.rate() * 8e-9), ("backend ms/GB", cpu_seconds * 1e12)]);
-        } else {
-            figures.extend([("1/s", window.rate()), ("backend µs", cpu_seconds * 1e6)]);
-        }
-        Ok(figures)
+        applications.measure(begun, Some(&mut self.backend), bench, WINDOW, run.row)
     }
 
     fn begin(&self, traffic: Traffic, applications: &mut Applications) -> Result<()> {
@@ -147,7 +134,7 @@ impl Machine {
 /// # Errors
 /// The guest has no vsock device.
 pub(crate) fn serve() -> Result<()> {
-    let mut applications = Applications::new(&Arc::default());
+    let mut applications = Applications::default();
     // Of both kinds; a kept one is never silent.
     applications.serve(sys::listen(ECHO_PORT)?, Service::EchoOnce, SESSIONS);
     applications.serve(sys::listen(RECEIVE_PORT)?, Service::Read, SESSIONS);

@@ -16,7 +16,7 @@ use super::super::card::{Card, Setup};
 use super::super::hosts::{GUEST_TAP, INSIDE, OUTSIDE, dial};
 use super::super::sys;
 use crate::applications::{Applications, CountedBy, Traffic};
-use crate::vhost::{Signals, latencies, window_of};
+use crate::vhost::window;
 
 /// First word of the command line, before the role and the card's process.
 pub(crate) const APPLICATION: &str = "--af-xdp-guest";
@@ -52,26 +52,23 @@ pub(super) struct Outcome {
 /// # Errors
 /// The card does not serve, or no packet comes back.
 pub(crate) fn serve(role: &str, card_pid: &str) -> Result<()> {
-    let Role { traffic, window, offloads } = serde_json::from_str(role).context("role of an application")?;
-    let signals: Arc<Signals> = Arc::default();
+    let Role { traffic, window: length, offloads } =
+        serde_json::from_str(role).context("role of an application")?;
     let offloads = if offloads { net::OFFLOADS } else { 0 };
     let frontend = Frontend::connect(Path::new(SOCKET), WITHIN)?;
     let card = Card::start(frontend, Setup { offloads, ..Setup::of(FRAME_BYTES_MAX) })?;
     let tap = sys::tap(GUEST_TAP, 1, card.offloads())?;
     run(&format!("ip link set {GUEST_TAP} address {OUT} arp off up"))?;
     run(&format!("ip address add {INSIDE}/24 dev {GUEST_TAP}"))?;
-    let pump = card.pump(vec![tap], &signals);
-    let mut application = Applications::new(&signals);
+    let mut application = Applications::default();
+    let signals = Arc::clone(&application.signals);
+    application.guest(move |signals| card.pump(vec![tap], signals));
     application.connect(&dial(OUTSIDE, traffic)?, traffic, CountedBy::Writer)?;
-    let measured = window_of(&signals, Some(card_pid.parse()?), window, &Cancel::new()?);
-    let times = latencies(application.end()?);
-    let all_units = signals.units.load(Ordering::Relaxed);
-    signals.power_off.store(true, Ordering::Relaxed);
-    pump.join().expect("the thread does not panic")?;
-    let window = measured?;
-    let card_seconds = window.backend_percent / 100.0 / window.rate();
-    let p50_us = times.get("p50 µs").copied();
-    let outcome = Outcome { rate: window.rate(), card_seconds, all_units, p50_us };
+    let measured = window(&signals, Some(card_pid.parse()?), length, &Cancel::new()?);
+    let p50_us = application.end()?.get("p50 µs").copied();
+    let (window, all_units) = (measured?, signals.units.load(Ordering::Relaxed));
+    let (rate, card_seconds) = (window.rate(), window.backend_seconds());
+    let outcome = Outcome { rate, card_seconds, all_units, p50_us };
     println!("{}", serde_json::to_string(&outcome)?);
     Ok(())
 }
