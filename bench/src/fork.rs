@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::{LinuxGuest, Qmp, Towline};
 
-use crate::guest::WITHIN;
+use crate::guest::{WITHIN, configure, file};
 use crate::machine::MIB;
 use crate::options::Bench;
 use crate::run::{Running, arguments};
@@ -80,18 +80,13 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
     let shape = |row: Written| Shape::of(row.size_mib, DATA_PERCENT);
     let all = Entry::all(rows, &CONTENDERS);
-    let results = stored::measure(bench, all, shape, |stored, it| Forks { bench, stored }.run(it))?;
+    let results = stored::measure(bench, all, shape, Stored::fork)?;
     let title = "A running Linux guest that is forked or stored, by what it has written since its start";
     let table = results.table("fork", title, &COLUMNS, |_| true).with_notes([
         &*format!("one round: {FORKS} forks, {SAMPLES} increments, or one save; p50 and p99 are of these"),
         "MiB copied: pages that differ from the image, by the kernel's list",
     ]);
     Ok(vec![table])
-}
-
-struct Forks<'a> {
-    bench: &'a Bench,
-    stored: &'a Stored,
 }
 
 /// The guest that is forked.
@@ -108,8 +103,8 @@ struct Stop {
     copied_mib: f64,
 }
 
-impl Forks<'_> {
-    fn run(&self, it: Entry<Written, Method>) -> Result<Figures> {
+impl Stored<'_> {
+    fn fork(&self, it: Entry<Written, Method>) -> Result<Figures> {
         let parent = self.parent(it)?;
         match it.contender.kind {
             Method::Fork => self.forks(),
@@ -125,19 +120,15 @@ impl Forks<'_> {
         }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.stored.path().with_file_name(name)
-    }
-
     /// A guest of the image that has written that much.
     fn parent(&self, it: Entry<Written, Method>) -> Result<Parent> {
         // That of the guest before, which was killed.
-        let agent = self.path("agent.sock");
+        let agent = self.file("agent.sock");
         let _ = std::fs::remove_file(&agent);
-        let mut words = arguments(self.stored);
+        let mut words = arguments(self);
         words.extend(self.agent_of("agent.sock"));
         if it.contender.kind == Method::Savevm {
-            let disk = self.path("state.qcow2");
+            let disk = self.file("state.qcow2");
             let made = Command::new("qemu-img")
                 .args(["create", "-q", "-f", "qcow2"])
                 .arg(&disk)
@@ -150,7 +141,7 @@ impl Forks<'_> {
                 format!("if=none,format=qcow2,file={}", disk.display()),
             ]);
         }
-        let running = Running::start(self.bench, self.stored, words)?;
+        let running = Running::start(self, words)?;
         let mut agent = LinuxGuest::connect_at(&agent)?;
         agent.wait_ready(WITHIN)?;
         let line = format!(
@@ -158,13 +149,13 @@ impl Forks<'_> {
             it.row.mib
         );
         agent.shell(&line, WITHIN)?;
-        let monitor = self.path("towline/guests/bench/qmp.sock");
+        let monitor = self.file("towline/guests/bench/qmp.sock");
         Ok(Parent { _running: running, _agent: agent, monitor })
     }
 
     /// Settings that give a guest its agent's socket.
     fn agent_of(&self, socket: &str) -> Vec<String> {
-        let chardev = format!("chardev.agent=socket,path={},server=on,wait=off", self.path(socket).display());
+        let chardev = format!("chardev.agent=socket,path={},server=on,wait=off", self.file(socket).display());
         ["--set".into(), chardev, "--set".into(), "serial.1=chardev:agent".into()].to_vec()
     }
 
@@ -175,8 +166,8 @@ impl Forks<'_> {
                 ["fork", "bench", "--json", "--log", "info", "--name", "fork"].map(str::to_owned).to_vec();
             words.extend(self.agent_of("fork.sock"));
             let started = Instant::now();
-            let _ = std::fs::remove_file(self.path("fork.sock"));
-            let fork = Running::start(self.bench, self.stored, words)?;
+            let _ = std::fs::remove_file(self.file("fork.sock"));
+            let fork = Running::start(self, words)?;
             fork.counter.tick(self.bench, fork.counter.read()?)?;
             ticks.push(started.elapsed().as_secs_f64() * 1e3);
             stops.push(stop(&fork.towline.stderr())?);
@@ -187,8 +178,7 @@ impl Forks<'_> {
     }
 
     fn increments(&self, parent: &Parent) -> Result<Figures> {
-        let (base, next) =
-            (self.stored.path().display().to_string(), self.path("next.img").display().to_string());
+        let (base, next) = (self.path().display().to_string(), self.file("next.img").display().to_string());
         let source = format!("qmp:{}", parent.monitor.display());
         let one = || {
             let words = ["copy", "--log", "info", "--overwrite", "--resume", "--base", &base, &source, &next];
@@ -201,18 +191,11 @@ impl Forks<'_> {
     }
 
     fn migrated(&self, parent: &Parent) -> Result<Figures> {
-        let uri = format!("file:{}", self.path("whole").display());
-        let parameters = json!({ "max-bandwidth": 1_u64 << 40 });
         let qmp = Qmp::connect(&parent.monitor, WITHIN)?;
-        qmp.execute("migrate-set-parameters", parameters)?;
+        configure(&qmp, &[], json!({}))?;
         let started = Instant::now();
         qmp.execute("stop", Value::Null)?;
-        qmp.execute("migrate", json!({ "uri": uri }))?;
-        self.bench.wait("QEMU's own save", || {
-            let status = qmp.execute("query-migrate", Value::Null)?["status"].clone();
-            ensure!(status != "failed", "it failed");
-            Ok((status == "completed").then_some(()))
-        })?;
+        self.bench.migrate(&qmp, &file(&self.file("whole")))?;
         qmp.execute("cont", Value::Null)?;
         Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
     }

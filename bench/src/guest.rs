@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use towline_lab::expect::events;
-use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Towline, Version};
+use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Qmp, Towline, Version};
 
 use crate::machine;
 use crate::options::Bench;
@@ -48,15 +48,15 @@ impl Bench {
     }
 
     /// Migrates to this address. Returns the reply of `query-migrate` at the end.
-    pub(crate) fn migrate(&self, qemu: &Qemu, uri: &str) -> Result<Value> {
-        qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
-        self.migrated(qemu)
+    pub(crate) fn migrate(&self, qmp: &Qmp, uri: &str) -> Result<Value> {
+        qmp.execute("migrate", json!({ "uri": uri }))?;
+        self.migrated(qmp)
     }
 
     /// Waits until a QEMU reports that its migration is complete. Returns the reply.
-    pub(crate) fn migrated(&self, qemu: &Qemu) -> Result<Value> {
+    pub(crate) fn migrated(&self, qmp: &Qmp) -> Result<Value> {
         self.wait_each(QUERY_INTERVAL, "QEMU's own migration", || {
-            let info = qemu.qmp().execute("query-migrate", Value::Null)?;
+            let info = qmp.execute("query-migrate", Value::Null)?;
             match info["status"].as_str() {
                 Some("completed") => Ok(Some(info)),
                 Some("failed") => bail!("QEMU's own migration failed: {}", info["error-desc"]),
@@ -102,12 +102,12 @@ pub(crate) fn stop(qemu: &Qemu) -> Result<()> {
 }
 
 /// Sets capabilities and parameters of a migration, without a limit of its rate.
-pub(crate) fn configure(qemu: &Qemu, capabilities: &[(&str, bool)], mut parameters: Value) -> Result<()> {
+pub(crate) fn configure(qmp: &Qmp, capabilities: &[(&str, bool)], mut parameters: Value) -> Result<()> {
     let capability = |(name, state): &(&str, bool)| json!({ "capability": name, "state": state });
     let capabilities: Vec<Value> = capabilities.iter().map(capability).collect();
-    qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
     parameters["max-bandwidth"] = BANDWIDTH_UNLIMITED.into();
-    qemu.qmp().execute("migrate-set-parameters", parameters)?;
+    qmp.execute("migrate-set-parameters", parameters)?;
     Ok(())
 }
 

@@ -33,42 +33,26 @@ const SPARE_MIB: u64 = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
     Qemu,
-    Copy,
-    /// By `towline copy` with these options.
-    Postcopy(&'static [&'static str], WorkingSet),
-    /// From QEMU to QEMU.
-    Live(Preempt),
+    /// `towline copy` with these options.
+    Towline(&'static [&'static str]),
+    /// The same with [`PREEMPT`], and with a record of the pages that an earlier run used first.
+    WorkingSet,
+    /// From QEMU to QEMU, by postcopy.
+    Live,
+    /// The same with `postcopy-preempt`.
+    LivePreempt,
 }
 
-/// Connection of the requested pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Preempt {
-    Off,
-    On,
-}
-
-/// Record of the pages that an earlier run used first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum WorkingSet {
-    Unknown,
-    Known,
-}
-
-const POSTCOPY: &[&str] = &["--postcopy"];
 const PREEMPT: &[&str] = &["--postcopy", "--postcopy-preempt"];
 const QEMU: Contender<Method> = Contender::new("QEMU's own restore, 4 channels", Method::Qemu);
-const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, postcopy", Method::Live(Preempt::Off));
-const LIVE_PREEMPT: Contender<Method> =
-    Contender::new("QEMU to QEMU, postcopy-preempt", Method::Live(Preempt::On));
+const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, postcopy", Method::Live);
+const LIVE_PREEMPT: Contender<Method> = Contender::new("QEMU to QEMU, postcopy-preempt", Method::LivePreempt);
 const CONTENDERS: [Contender<Method>; 7] = [
     QEMU,
-    Contender::new("towline copy", Method::Copy),
-    Contender::new("towline --postcopy", Method::Postcopy(POSTCOPY, WorkingSet::Unknown)),
-    Contender::new("towline --postcopy-preempt", Method::Postcopy(PREEMPT, WorkingSet::Unknown)),
-    Contender::new(
-        "towline --postcopy-preempt, working set known",
-        Method::Postcopy(PREEMPT, WorkingSet::Known),
-    ),
+    Contender::new("towline copy", Method::Towline(&[])),
+    Contender::new("towline --postcopy", Method::Towline(&["--postcopy"])),
+    Contender::new("towline --postcopy-preempt", Method::Towline(PREEMPT)),
+    Contender::new("towline --postcopy-preempt, working set known", Method::WorkingSet),
     LIVE,
     LIVE_PREEMPT,
 ];
@@ -112,7 +96,8 @@ const NOTES: [&str; 6] = [
 /// QEMU to QEMU reads no image: its figures are those of the rounds with the page cache.
 fn against_live(it: Restore) -> Restore {
     let row = Conditions { cache: Cache::Cached, ..it.row };
-    let is_preempt = matches!(it.contender.kind, Method::Postcopy(PREEMPT, _) | Method::Live(Preempt::On));
+    let preempts = [Method::Towline(PREEMPT), Method::WorkingSet, Method::LivePreempt];
+    let is_preempt = preempts.contains(&it.contender.kind);
     Entry { row, contender: if is_preempt { LIVE_PREEMPT } else { LIVE } }
 }
 
@@ -124,82 +109,64 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let of_size = |size_mib| Cache::BOTH.map(|cache| Conditions { size_mib, cache });
     let rows = bench.sizes_mib(&SIZES_MIB).into_iter().flat_map(of_size);
     let mut all = Entry::all(rows, &CONTENDERS);
-    all.retain(|it| it.row.cache == Cache::Cached || !matches!(it.contender.kind, Method::Live(_)));
+    all.retain(|it| it.row.cache == Cache::Cached || ![LIVE, LIVE_PREEMPT].contains(&it.contender));
     let shape = |row: Conditions| Shape::of(row.size_mib, DATA_PERCENT);
-    let results = stored::measure(bench, all, shape, |stored, it| Restores { bench, stored }.run(it))?;
+    let results = stored::measure(bench, all, shape, Stored::restore)?;
     let title = format!("Restore of a Linux guest, {DATA_PERCENT} % of it random, into cold memory");
     Ok(vec![results.table("instant", &title, &COLUMNS, |_| true).with_notes(NOTES)])
 }
 
-struct Restores<'a> {
-    bench: &'a Bench,
-    stored: &'a Stored,
-}
-
-impl Restores<'_> {
-    fn run(&self, it: Restore) -> Result<Figures> {
-        let (options, working_set) = match it.contender.kind {
-            Method::Live(preempt) => return self.live(preempt),
-            Method::Postcopy(options, working_set) => (options, working_set),
-            Method::Copy | Method::Qemu => (&[][..], WorkingSet::Unknown),
+impl Stored<'_> {
+    fn restore(&self, it: Restore) -> Result<Figures> {
+        let options = match it.contender.kind {
+            Method::Live | Method::LivePreempt => return self.live(it.contender),
+            Method::Towline(options) => options,
+            Method::WorkingSet => PREEMPT,
+            Method::Qemu => &[],
         };
-        match working_set {
-            WorkingSet::Known => self.know_working_set()?,
-            WorkingSet::Unknown => self.forget_working_set()?,
+        let (working_set, is_wanted) = (self.working_set(), it.contender.kind == Method::WorkingSet);
+        if working_set.is_file() && !is_wanted {
+            // The restore is like a first one.
+            std::fs::remove_file(working_set)?;
+        } else if is_wanted && !working_set.is_file() {
+            self.copy(&self.waiting()?, PREEMPT)?.wait(self.bench)?;
         }
         let waiting = self.waiting()?;
-        it.row.cache.prepare(&self.stored.path())?;
-        machine::prefault(self.stored.shape.data_mib() * MIB)?;
+        it.row.cache.prepare(&self.path())?;
+        machine::prefault(self.shape.data_mib() * MIB)?;
         if it.contender == QEMU {
             return self.by_qemu(&waiting);
         }
         let figures = self.by_towline(&waiting, options)?;
         if !options.is_empty() {
-            let (found, expected) = (waiting.qemu.linux(WITHIN)?.hash()?, &self.stored.hash);
+            let (found, expected) = (waiting.qemu.linux(WITHIN)?.hash()?, &self.hash);
             ensure!(found == *expected, "the hash of the guest's data is {found}, expected {expected}");
         }
         Ok(figures)
     }
 
     fn waiting(&self) -> Result<Machine> {
-        let qemu = self.stored.shape.builder().incoming_defer().start()?;
-        let counter = Counter::at(&qemu, self.stored.tick_address)?;
+        let qemu = self.shape.builder().incoming_defer().start()?;
+        let counter = Counter::at(&qemu, self.tick_address)?;
         Ok(Machine { qemu, counter })
     }
 
     /// Starts a copy of the image to a waiting QEMU.
     fn copy(&self, waiting: &Machine, options: &[&str]) -> Result<Copying> {
-        let (image, to) = (self.stored.path().display().to_string(), qmp(&waiting.qemu));
+        let (image, to) = (self.path().display().to_string(), qmp(&waiting.qemu));
         self.bench.copy([&*image, &to].iter().chain(options).copied())
     }
 
     fn working_set(&self) -> PathBuf {
-        self.stored.path().with_extension("img.working-set.json")
-    }
-
-    /// Removes the working set, so that the next restore is like a first one.
-    fn forget_working_set(&self) -> Result<()> {
-        match std::fs::remove_file(self.working_set()) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Ok(()),
-        }
-    }
-
-    /// Ensures that a working set exists, if necessary by a restore.
-    fn know_working_set(&self) -> Result<()> {
-        if !self.working_set().is_file() {
-            let waiting = self.waiting()?;
-            self.copy(&waiting, PREEMPT)?.wait(self.bench)?;
-        }
-        Ok(())
+        self.path().with_extension("img.working-set.json")
     }
 
     fn by_qemu(&self, waiting: &Machine) -> Result<Figures> {
         let capabilities = [("multifd", true), ("mapped-ram", true)];
-        configure(&waiting.qemu, &capabilities, json!({ "multifd-channels": 4 }))?;
+        configure(waiting.qemu.qmp(), &capabilities, json!({ "multifd-channels": 4 }))?;
         let started = Instant::now();
-        incoming(&waiting.qemu, &file(&self.stored.path()))?;
-        let mut figures = self.watch(waiting, started, || Ok(self.stored.tick), || Ok(()))?;
+        incoming(&waiting.qemu, &file(&self.path()))?;
+        let mut figures = self.watch(waiting, started, || Ok(self.tick), || Ok(()))?;
         // It runs when it has loaded everything.
         figures.insert("s to completion", figures["ms to RUNNING"] / 1e3);
         Ok(figures)
@@ -207,10 +174,10 @@ impl Restores<'_> {
 
     fn by_towline(&self, waiting: &Machine, options: &[&str]) -> Result<Figures> {
         let blocktime = ("postcopy-blocktime", !options.is_empty());
-        configure(&waiting.qemu, &[blocktime], json!({}))?;
+        configure(waiting.qemu.qmp(), &[blocktime], json!({}))?;
         let mut copying = self.copy(waiting, options)?;
         let started = copying.started;
-        let mut figures = self.watch(waiting, started, || Ok(self.stored.tick), || copying.check())?;
+        let mut figures = self.watch(waiting, started, || Ok(self.tick), || copying.check())?;
         self.complete(waiting, started, &mut figures)?;
         let event = copying.wait(self.bench)?.event;
         let faults = &event["postcopy"]["faults"];
@@ -225,20 +192,20 @@ impl Restores<'_> {
     }
 
     /// Migrates from a QEMU with the guest, which is paused until then so that it does not use the processors.
-    fn live(&self, preempt: Preempt) -> Result<Figures> {
-        let needed = 2 * (self.stored.shape.data_mib() + KERNEL_MIB) + SPARE_MIB;
+    fn live(&self, contender: Contender<Method>) -> Result<Figures> {
+        let needed = 2 * (self.shape.data_mib() + KERNEL_MIB) + SPARE_MIB;
         let available = machine::memory("MemAvailable:")? / MIB;
         ensure!(needed <= available, "two guests need {needed} MiB, and {available} MiB are available");
         let source = self.waiting()?;
         self.copy(&source, &["--paused"])?.wait(self.bench)?;
         let waiting = self.waiting()?;
         for (qemu, own) in [(&source.qemu, "return-path"), (&waiting.qemu, "postcopy-blocktime")] {
-            let preempt = ("postcopy-preempt", preempt == Preempt::On);
-            configure(qemu, &[("postcopy-ram", true), preempt, (own, true)], json!({}))?;
+            let preempt = ("postcopy-preempt", contender == LIVE_PREEMPT);
+            configure(qemu.qmp(), &[("postcopy-ram", true), preempt, (own, true)], json!({}))?;
         }
         let uri = listen(&waiting.qemu)?;
         source.qemu.qmp().execute("cont", Value::Null)?;
-        machine::prefault(self.stored.shape.data_mib() * MIB)?;
+        machine::prefault(self.shape.data_mib() * MIB)?;
         let started = Instant::now();
         source.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
         // At once, without a precopy pass, as with an image.
@@ -246,7 +213,7 @@ impl Restores<'_> {
         // The source's counter does not change after the switchover.
         let mut figures = self.watch(&waiting, started, || source.counter.read(), || Ok(()))?;
         self.complete(&waiting, started, &mut figures)?;
-        let info = self.bench.migrated(&source.qemu)?;
+        let info = self.bench.migrated(source.qemu.qmp())?;
         figures.extend(info["ram"]["postcopy-requests"].as_f64().map(|faults| ("faults", faults)));
         Ok(figures)
     }
@@ -275,7 +242,7 @@ impl Restores<'_> {
 
     /// Waits until the destination reports completion.
     fn complete(&self, waiting: &Machine, started: Instant, figures: &mut Figures) -> Result<()> {
-        let info = self.bench.migrated(&waiting.qemu)?;
+        let info = self.bench.migrated(waiting.qemu.qmp())?;
         figures.insert("s to completion", started.elapsed().as_secs_f64());
         // Of each processor, in milliseconds.
         let each = info["postcopy-vcpu-blocktime"].as_array();

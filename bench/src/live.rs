@@ -224,7 +224,7 @@ impl Guest {
             if lanes > 0 {
                 parameters["multifd-channels"] = lanes.into();
             }
-            configure(qemu, &[("multifd", lanes > 0), ("return-path", true)], parameters)?;
+            configure(qemu.qmp(), &[("multifd", lanes > 0), ("return-path", true)], parameters)?;
         }
         listen(&destination.qemu)
     }
@@ -232,7 +232,7 @@ impl Guest {
     /// Moves by `migrate`. Returns the time until the guest runs.
     fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<(Duration, f64)> {
         let begun = Instant::now();
-        bench.migrate(&self.qemu, uri)?;
+        bench.migrate(self.qemu.qmp(), uri)?;
         bench
             .wait("the guest to run", || Ok((destination.qemu.qmp().status()? == "running").then_some(())))?;
         Ok((begun.elapsed(), 0.0))

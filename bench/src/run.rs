@@ -68,7 +68,7 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let results = stored::measure(bench, Entry::all(rows, &contenders), shape, |stored, it| {
         // Twice, as the first time from the disk leaves the host of a virtual machine busy with its memory.
         (0..2).try_for_each(|_| it.contender.kind.prepare(&stored.path()))?;
-        run(bench, stored)
+        run(stored)
     })?;
     let title =
         format!("towline run: a Linux guest from an image, {DATA_PERCENT} % of it random, memory mapped, ms");
@@ -91,8 +91,8 @@ pub(crate) struct Running {
 
 impl Running {
     /// Starts towline with these words, whose guest maps the image.
-    pub(crate) fn start(bench: &Bench, stored: &Stored, words: Vec<String>) -> Result<Self> {
-        let path = stored.path();
+    pub(crate) fn start(stored: &Stored<'_>, words: Vec<String>) -> Result<Self> {
+        let (bench, path) = (stored.bench, stored.path());
         let runtime = path.parent().context("the image is in a directory")?.display();
         let program = bench.options.towline.display().to_string();
         let words = [format!("XDG_RUNTIME_DIR={runtime}"), program].into_iter().chain(words);
@@ -126,7 +126,7 @@ impl Drop for Running {
 }
 
 /// Arguments of `towline run`: the image has the command line, without what comes from this host only.
-pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
+pub(crate) fn arguments(stored: &Stored<'_>) -> Vec<String> {
     let binary = stored.shape.version.command().get_program().to_string_lossy().into_owned();
     let mut words = ["run", "--json", "--share", "--name", "bench", "--qemu"].map(str::to_owned).to_vec();
     words.extend([binary, stored.path().display().to_string()]);
@@ -137,13 +137,13 @@ pub(crate) fn arguments(stored: &Stored) -> Vec<String> {
 }
 
 /// Runs the guest until its counter steps, and ends it.
-fn run(bench: &Bench, stored: &Stored) -> Result<Figures> {
+fn run(stored: &Stored<'_>) -> Result<Figures> {
     let started = Instant::now();
-    let running = Running::start(bench, stored, arguments(stored))?;
+    let running = Running::start(stored, arguments(stored))?;
     let seen = Instant::now();
     let (answered, ran) =
         (number(&running.event, "answered-us")? / 1e3, number(&running.event, "running-us")? / 1e3);
-    running.counter.tick(bench, stored.tick)?;
+    running.counter.tick(stored.bench, stored.tick)?;
     let (tick, whole) = (seen.elapsed(), started.elapsed());
     // Ended by SIGKILL with towline's process.
     let running = (ran - answered).max(0.0);

@@ -25,7 +25,8 @@ pub(crate) struct Shape {
 }
 
 /// A Linux guest in an image.
-pub(crate) struct Stored {
+pub(crate) struct Stored<'a> {
+    pub(crate) bench: &'a Bench,
     pub(crate) shape: Shape,
     directory: TempDir,
     /// Its counter.
@@ -42,11 +43,11 @@ pub(crate) struct Stored {
 ///
 /// # Errors
 /// None is chosen, a guest does not start, or the run was cancelled.
-pub(crate) fn measure<R: Row, K: Copy + PartialEq>(
-    bench: &Bench,
+pub(crate) fn measure<'a, R: Row, K: Copy + PartialEq>(
+    bench: &'a Bench,
     entries: Vec<Entry<R, K>>,
     shape: impl Fn(R) -> Shape,
-    mut run: impl FnMut(&Stored, Entry<R, K>) -> Result<Figures>,
+    run: impl Fn(&Stored<'a>, Entry<R, K>) -> Result<Figures>,
 ) -> Result<Results<R, K>> {
     let mut results = Results::none();
     for group in bench.chosen(entries)?.chunk_by(|one, other| shape(one.row) == shape(other.row)) {
@@ -73,9 +74,9 @@ impl Shape {
     }
 }
 
-impl Stored {
+impl<'a> Stored<'a> {
     /// Boots and fills the guest, and saves it.
-    pub(crate) fn new(bench: &Bench, shape: Shape) -> Result<Self> {
+    fn new(bench: &'a Bench, shape: Shape) -> Result<Self> {
         bench.cancel.check()?;
         eprintln!("booting a guest of {} MiB, and filling {} MiB", shape.memory_mib, shape.data_mib());
         let (directory, source) = (bench.directory()?, shape.builder().start()?);
@@ -84,7 +85,7 @@ impl Stored {
         let (hash, tick_address) = (agent.hash()?, agent.tick_address()?);
         drop(agent);
         let kernel = source.kernel_options()?;
-        let mut stored = Self { shape, directory, tick: 0, tick_address, hash, kernel };
+        let mut stored = Self { bench, shape, directory, tick: 0, tick_address, hash, kernel };
         bench.copy([&*qmp(&source), &file(&stored.path())])?.wait(bench)?;
         // The guest is paused since it was saved.
         stored.tick = Counter::at(&source, tick_address)?.read()?;
@@ -93,6 +94,11 @@ impl Stored {
 
     /// The image.
     pub(crate) fn path(&self) -> PathBuf {
-        self.directory.path().join("guest.img")
+        self.file("guest.img")
+    }
+
+    /// A file beside it.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
     }
 }

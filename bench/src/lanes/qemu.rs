@@ -54,7 +54,7 @@ impl Source {
             .context("the destination's query-migrate has no port")?;
         let cpu = || Ok::<_, anyhow::Error>(cpu_seconds(self.qemu.pid())? + cpu_seconds(destination.pid())?);
         let before = cpu()?;
-        let migrated = bench.migrate(&self.qemu, &format!("tcp:127.0.0.1:{port}"));
+        let migrated = bench.migrate(self.qemu.qmp(), &format!("tcp:127.0.0.1:{port}"));
         let cpu_seconds = cpu()? - before;
         let stopped = stop(&self.qemu);
         let info = migrated?;
@@ -68,9 +68,9 @@ fn set(qemu: &Qemu, lanes: usize, peer: Peer) -> Result<()> {
     let tls = if peer == Peer::Tls { "tls" } else { "" };
     let parameters = || json!({ "multifd-channels": lanes, "tls-creds": tls });
     // QEMU refuses zero-copy together with TLS, so the former is disabled before the latter is enabled.
-    configure(qemu, &[("multifd", true), ("zero-copy-send", false)], parameters())?;
+    configure(qemu.qmp(), &[("multifd", true), ("zero-copy-send", false)], parameters())?;
     match peer {
-        Peer::ZeroCopy => configure(qemu, &[("zero-copy-send", true)], parameters()),
+        Peer::ZeroCopy => configure(qemu.qmp(), &[("zero-copy-send", true)], parameters()),
         Peer::Plain | Peer::Tls => Ok(()),
     }
 }

@@ -97,5 +97,5 @@ impl<'a> Guests<'a> {
 /// Has QEMU migrate to or from a file with pages at fixed offsets.
 pub(super) fn use_mapped_ram(qemu: &Qemu, direct_io: bool) -> Result<()> {
     let parameters = json!({ "multifd-channels": LANES, "direct-io": direct_io });
-    configure(qemu, &[("multifd", true), ("mapped-ram", true)], parameters)
+    configure(qemu.qmp(), &[("multifd", true), ("mapped-ram", true)], parameters)
 }

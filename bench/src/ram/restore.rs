@@ -179,13 +179,13 @@ impl Restores<'_> {
         let (bench, qemu) = (self.guests.bench, &destination.qemu);
         for qemu in [self.source, qemu] {
             let parameters = json!({ "multifd-channels": LANES, "direct-io": false });
-            configure(qemu, &[("multifd", true), ("mapped-ram", false)], parameters)?;
+            configure(qemu.qmp(), &[("multifd", true), ("mapped-ram", false)], parameters)?;
         }
         let uri = listen(qemu)?;
         let counter = self.counter.read()?;
         self.guests.prefault()?;
         let started = Instant::now();
-        let migrated = bench.migrate(self.source, &uri).and_then(|_| {
+        let migrated = bench.migrate(self.source.qmp(), &uri).and_then(|_| {
             bench.wait("a live migration", || Ok((qemu.qmp().status()? != "inmigrate").then_some(())))?;
             qemu.qmp().execute("cont", Value::Null)?;
             destination.counter.tick(bench, counter)?;

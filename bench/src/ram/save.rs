@@ -92,7 +92,7 @@ fn save(guests: &Guests<'_>, source: &Qemu, method: Method) -> Result<Figures> {
     guests.prefault()?;
     let started = Instant::now();
     match method {
-        Method::Qemu { .. } => drop(guests.bench.migrate(source, &file(&path))?),
+        Method::Qemu { .. } => drop(guests.bench.migrate(source.qmp(), &file(&path))?),
         Method::Towline => {
             let lanes = LANES.to_string();
             let arguments = [&*qmp(source), &file(&path), "--multifd-channels", &lanes];
