@@ -12,21 +12,21 @@
 //! Limits: the synthetic guest does not write, and QEMU's is stopped; both are filled with random data.
 
 mod cipher;
-mod end;
+pub(crate) mod ends;
 mod iperf;
 mod qemu;
 mod transfer;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use tempfile::TempDir;
 use towline_lab::certificates::Authority;
+use towline_migration::ZeroCopySend;
 
 use crate::machine::MIB;
 use crate::options::Bench;
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
-pub(crate) use end::{END, serve_end};
-use end::{End, Request};
-use transfer::{Conditions, Memory, Method, Mode, Peer};
+use ends::{Ends, Request};
+use transfer::{Conditions, Memory, Peer};
 
 /// Memory of the guest in MiB.
 const MEMORY_MIB: u64 = 2048;
@@ -42,6 +42,18 @@ const TLS_MIN: f64 = 0.7;
 /// Of the cipher alone.
 const CIPHER_MIN: f64 = 0.9;
 
+/// Program and settings that send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Method {
+    Towline(ZeroCopySend),
+    /// Vectored, with TLS.
+    TowlineTls,
+    Qemu(Peer),
+    Iperf,
+    /// The cipher of TLS lanes alone.
+    Cipher,
+}
+
 impl Row for Conditions {
     fn name(&self) -> String {
         let memory = if self.memory == Memory::Warm { "warm" } else { "cold" };
@@ -51,10 +63,10 @@ impl Row for Conditions {
 
 type Transfer = Entry<Conditions, Method>;
 
-const VECTORED: Contender<Method> = Contender::new("vectored", Method::Towline(Mode::Vectored));
-const ZERO_COPY: Contender<Method> = Contender::new("zero-copy on", Method::Towline(Mode::ZeroCopy));
-const AUTO: Contender<Method> = Contender::new("auto", Method::Towline(Mode::Auto));
-const TLS: Contender<Method> = Contender::new("vectored, TLS", Method::Towline(Mode::Tls));
+const VECTORED: Contender<Method> = Contender::new("vectored", Method::Towline(ZeroCopySend::Off));
+const ZERO_COPY: Contender<Method> = Contender::new("zero-copy on", Method::Towline(ZeroCopySend::On));
+const AUTO: Contender<Method> = Contender::new("auto", Method::Towline(ZeroCopySend::Auto));
+const TLS: Contender<Method> = Contender::new("vectored, TLS", Method::TowlineTls);
 const QEMU: Contender<Method> = Contender::new("QEMU's multifd", Method::Qemu(Peer::Plain));
 const QEMU_TLS: Contender<Method> = Contender::new("QEMU's multifd, TLS", Method::Qemu(Peer::Tls));
 const IPERF: Contender<Method> = Contender::new("iperf3", Method::Iperf);
@@ -107,18 +119,18 @@ fn all() -> Vec<Transfer> {
 /// The ends do not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     let all = bench.chosen(all())?;
-    let mut ends = Ends::start(bench)?;
+    let mut programs = Programs::start(bench)?;
     let mut lanes = None;
     let results = table::measure(bench, all, |it| {
         // The first transfer after others were measured is slower by up to a half.
         if it.row.memory == Memory::Warm && lanes.replace(it.row.lanes) != Some(it.row.lanes) {
-            ends.run(it.with(VECTORED))?;
+            programs.run(it.with(VECTORED))?;
         }
-        ends.run(it)
+        programs.run(it)
     })?;
     let of = |memory, name, what: &str| {
         let title =
-            format!("Lanes: {} MiB, memory to memory over TCP on the loopback, {what}", ends.memory_mib);
+            format!("Lanes: {} MiB, memory to memory over TCP on the loopback, {what}", programs.memory_mib);
         results.table(name, &title, &COLUMNS, |row| row.memory == memory).with_notes(NOTES)
     };
     Ok(vec![
@@ -127,41 +139,39 @@ pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
     ])
 }
 
-/// Both ends of all transfers.
-struct Ends<'a> {
+/// The programs of all transfers.
+struct Programs<'a> {
     bench: &'a Bench,
     memory_mib: u64,
-    source: End,
-    destination: End,
+    ends: Ends,
     qemu: Result<qemu::Source>,
     /// Certificates for both ends, towline's and QEMU's.
     certificates: TempDir,
 }
 
-impl<'a> Ends<'a> {
+impl<'a> Programs<'a> {
     fn start(bench: &'a Bench) -> Result<Self> {
         let memory_mib = bench.size_mib(MEMORY_MIB);
         eprintln!("lanes: filling {memory_mib} MiB of a synthetic guest and of a QEMU's");
-        let end = |role: &str| End::start(bench, role, memory_mib * MIB);
-        let source = end("source").context("source")?;
-        let destination = end("destination").context("destination")?;
+        let ends = Ends::start(bench, memory_mib * MIB).context("both ends")?;
         let certificates = bench.directory()?;
         Authority::new("towline-bench")?.furnish(certificates.path())?;
         let qemu = qemu::Source::start(bench, memory_mib, certificates.path());
-        Ok(Self { bench, memory_mib, source, destination, qemu, certificates })
+        Ok(Self { bench, memory_mib, ends, qemu, certificates })
     }
 
     fn run(&mut self, it: Transfer) -> Result<Figures> {
         let row = it.row;
         let cost = match it.contender.kind {
-            Method::Towline(mode) => {
-                let certificates = (mode == Mode::Tls).then(|| self.certificates.path().into());
-                let address = String::new();
-                let request = Request { conditions: row, mode, certificates, address };
-                return self.source.send(&mut self.destination, request);
+            Method::Towline(zero_copy_send) => {
+                return self.ends.send(&Request { conditions: row, certificates: None }, zero_copy_send);
+            }
+            Method::TowlineTls => {
+                let certificates = Some(self.certificates.path().into());
+                return self.ends.send(&Request { conditions: row, certificates }, ZeroCopySend::Off);
             }
             Method::Qemu(peer) => {
-                let source = self.qemu.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                let source = self.qemu.as_ref().map_err(|error| anyhow!("{error:#}"))?;
                 source.migrate(self.bench, row, peer)?
             }
             Method::Iperf => iperf::run(row.lanes)?,

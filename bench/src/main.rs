@@ -61,10 +61,10 @@ fn measurement(table: &str) -> fn(&Bench) -> Result<Vec<Table>> {
 }
 
 fn main() -> ExitCode {
-    // A measured end of a migration and the application of a guest are this program again.
+    // The destination of a migration and the application of a guest are this program again.
     let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     let result = match &*words.iter().map(String::as_str).collect::<Vec<_>>() {
-        [_, lanes::END, role, bytes] => lanes::serve_end(role, bytes),
+        [_, lanes::ends::DESTINATION, bytes] => lanes::ends::serve(bytes),
         [_, vsock::linux::APPLICATION] => vsock::linux::serve(),
         [_, net::af_xdp::APPLICATION, role, card] => net::af_xdp::serve(role, card),
         _ => run_tables(Options::parse()),

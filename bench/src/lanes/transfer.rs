@@ -13,14 +13,12 @@ pub(super) enum Memory {
     Cold,
 }
 
-/// Program and settings that send.
+/// Settings of QEMU's multifd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Method {
-    Towline(Mode),
-    Qemu(Peer),
-    Iperf,
-    /// The cipher of TLS lanes alone.
-    Cipher,
+pub(super) enum Peer {
+    Plain,
+    ZeroCopy,
+    Tls,
 }
 
 /// Memory and connections of a transfer.
@@ -30,25 +28,7 @@ pub(super) struct Conditions {
     pub(super) lanes: usize,
 }
 
-/// Method of sending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Mode {
-    Vectored,
-    ZeroCopy,
-    Auto,
-    Tls,
-}
-
-/// Settings of QEMU's multifd.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Peer {
-    Plain,
-    ZeroCopy,
-    Tls,
-}
-
 /// Cost of a transfer.
-#[derive(Serialize, Deserialize)]
 pub(super) struct Cost {
     pub(super) seconds: f64,
     /// CPU time of both ends.
