@@ -33,7 +33,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
-use serde_json::{Value, json};
+use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
@@ -97,7 +97,6 @@ fn run_tables(options: Options) -> Result<()> {
         let text = tables.iter().fold(machine.join("\n") + "\n", |text, table| format!("{text}\n{table}"));
         print!("{text}");
         if let Some(directory) = report {
-            let tables: Vec<Value> = tables.iter().map(Table::to_json).collect();
             let json = json!({ "machine": machine, "tables": tables });
             write(&directory.join(format!("{}.txt", name)), &text)?;
             write(&directory.join(format!("{}.json", name)), &format!("{json:#}\n"))?;

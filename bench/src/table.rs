@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::{Result, ensure};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::options::Bench;
@@ -115,31 +116,36 @@ pub(crate) enum Bound {
 }
 
 /// A table.
+#[derive(Serialize)]
 pub(crate) struct Table {
     /// Its name in JSON.
-    pub(crate) name: &'static str,
+    name: &'static str,
     /// Line above it.
     title: String,
     /// Headings, the first of which is that of the rows' names.
+    #[serde(skip)]
     headings: Vec<&'static str>,
     rows: Vec<Line>,
     /// Lines below it.
     notes: Vec<String>,
     /// Rows of the goals of its columns.
+    #[serde(skip)]
     goals: Vec<Line>,
 }
 
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
 struct Line {
     group: String,
     label: String,
-    content: Content,
-}
-
-enum Content {
-    /// Cells as printed, and the values of each round.
-    Cells(Vec<String>, Value),
+    #[serde(skip)]
+    cells: Vec<String>,
+    /// Values of each round.
+    #[serde(skip_serializing_if = "Value::is_null")]
+    data: Value,
     /// Reason for the lack of figures.
-    Missing(String),
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_measured: Option<String>,
 }
 
 /// Measures each entry once in each round. One that fails is not measured again. Progress is printed on standard error.
@@ -290,11 +296,12 @@ impl<R: Row, K: Copy + PartialEq> Results<R, K> {
         wanted: impl Fn(R) -> bool,
     ) -> Table {
         let row = |of: &&Measured<R, K>| {
-            let content = match &of.failure {
-                Some(reason) => Content::Missing(reason.clone()),
-                None => Content::Cells(columns.iter().map(|it| self.cell(of, it)).collect(), of.data()),
+            let (cells, data) = match of.failure {
+                Some(_) => (Vec::new(), Value::Null),
+                None => (columns.iter().map(|it| self.cell(of, it)).collect(), of.data()),
             };
-            Line { group: of.entry.row.name(), label: of.entry.contender.name.into(), content }
+            let (group, label) = (of.entry.row.name(), of.entry.contender.name.into());
+            Line { group, label, cells, data, not_measured: of.failure.clone() }
         };
         let wanted: Vec<_> = self.measured.iter().filter(|of| wanted(of.entry.row)).collect();
         let rounds = wanted.iter().map(|of| of.rounds.len()).max().unwrap_or_default();
@@ -319,9 +326,9 @@ impl<R: Row, K: Copy + PartialEq> Results<R, K> {
             Bound::Most(most) => (format!("≤ {most}"), ratio.median <= most),
         };
         let cells = vec![ratio.to_string(), text, if is_met { "yes" } else { "no" }.into()];
-        let content = Content::Cells(cells, json!({ "ratio": ratio.median, "met": is_met }));
+        let (group, data) = (of.entry.row.name(), json!({ "ratio": ratio.median, "met": is_met }));
         let label = format!("{}, {}: {}", of.entry.contender.name, column.figure, column.heading);
-        Some(Line { group: of.entry.row.name(), label, content })
+        Some(Line { group, label, cells, data, not_measured: None })
     }
 }
 
@@ -348,30 +355,12 @@ impl Table {
         self.rows.is_empty()
     }
 
-    /// Formats it for programs.
-    pub(crate) fn to_json(&self) -> Value {
-        let row = |row: &Line| {
-            let mut value = json!({ "group": row.group, "label": row.label });
-            match &row.content {
-                Content::Cells(_, data) => value["data"] = data.clone(),
-                Content::Missing(reason) => value["not-measured"] = reason.as_str().into(),
-            }
-            value
-        };
-        let rows: Vec<Value> = self.rows.iter().map(row).collect();
-        json!({ "name": self.name, "title": self.title, "rows": rows, "notes": self.notes })
-    }
-
     /// Returns the width of each column in characters, none of which is wide in these tables.
     fn widths(&self) -> Vec<usize> {
         let mut widths: Vec<usize> = self.headings.iter().map(|heading| heading.chars().count()).collect();
         for row in &self.rows {
-            let cells = match &row.content {
-                Content::Cells(cells, _) => cells.as_slice(),
-                Content::Missing(_) => &[],
-            };
             let label = row.label.chars().count() + GAP.len();
-            let all = std::iter::once(label).chain(cells.iter().map(|cell| cell.chars().count()));
+            let all = std::iter::once(label).chain(row.cells.iter().map(|cell| cell.chars().count()));
             for (widest, width) in widths.iter_mut().zip(all) {
                 *widest = width.max(*widest);
             }
@@ -394,9 +383,9 @@ impl fmt::Display for Table {
                 group = &row.group;
             }
             let label = format!("{GAP}{}", row.label);
-            match &row.content {
-                Content::Cells(cells, _) => line(f, &widths, &[&[label], cells.as_slice()].concat())?,
-                Content::Missing(reason) => {
+            match &row.not_measured {
+                None => line(f, &widths, &[&[label], row.cells.as_slice()].concat())?,
+                Some(reason) => {
                     writeln!(f, "{label:<width$}{GAP}not measured: {reason}", width = widths[0])?;
                 }
             }
@@ -496,7 +485,7 @@ mod tests {
         assert_eq!(table.to_string(), wanted);
         let goals = Table::goals(std::slice::from_mut(&mut table)).to_string();
         assert!(goals.ends_with("cold\n  ours, s: ×  1.00 (1.00–1.00)  ≤ 0.8   no\n"), "{goals}");
-        let value = table.to_json();
+        let value = serde_json::to_value(&table).unwrap();
         assert_eq!(value["rows"][1]["data"], json!({ "s": [1.0] }));
         assert_eq!(value["rows"][3]["not-measured"], "no such peer");
     }
