@@ -1,4 +1,4 @@
-//! The machine: its description without names or dates, its memory, and CPU time from the kernel's accounting.
+//! The machine: its description without names or dates, its memory, its threads, and CPU time from the kernel's accounting.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -111,6 +111,14 @@ pub(crate) fn prefault(bytes: u64) -> Result<()> {
     let _ = memory.advise(Advice::HugePage);
     memory.iter_mut().step_by(PAGE_BYTES).for_each(|byte| *byte = 1);
     Ok(())
+}
+
+/// Runs each of these in its own thread. Returns the first error.
+pub(crate) fn at_once<W: FnOnce() -> Result<()> + Send>(works: impl IntoIterator<Item = W>) -> Result<()> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = works.into_iter().map(|work| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("the thread does not panic"))
+    })
 }
 
 /// Where a file's data are before a measurement.

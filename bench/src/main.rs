@@ -23,8 +23,8 @@ mod run;
 mod sandbox;
 mod stats;
 mod stored;
+mod sys;
 mod table;
-mod threads;
 mod vhost;
 mod vsock;
 

@@ -14,11 +14,9 @@
 //! Limits: needs root, for namespaces and taps.
 
 pub(crate) mod af_xdp;
-mod backends;
 mod card;
 mod hosts;
 mod rows;
-mod sys;
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -36,11 +34,12 @@ use towline_lab::{Network, wait_until};
 use crate::applications::{Applications, CountedBy, Kind, Traffic};
 use crate::machine;
 use crate::options::Bench;
+use crate::sys;
 use crate::table::{self, Figures, Table};
 use crate::vhost::{Window, connect};
 use card::{Card, Setup};
-use hosts::{GUEST_TAP, INSIDE, OUTSIDE, TAP, dial, host, serve};
-use rows::{Carrier, Hosts, Path, Run, Work};
+use hosts::{GUEST_TAP, Hosts, INSIDE, OUTSIDE, SOCKET, TAP, dial, host, serve};
+use rows::{Carrier, Path, Run, Work};
 
 /// Timeout of the creation of a backend's tap.
 const TAP_WITHIN: Duration = Duration::from_secs(30);
@@ -94,7 +93,7 @@ impl Hosts<'_> {
     fn frames(&self, len: usize) -> Result<Figures> {
         let (directory, receives) = (self.bench.directory()?, self.receives());
         let mut backend = self.backend(directory.path())?;
-        let socket = directory.path().join(backends::SOCKET);
+        let socket = directory.path().join(SOCKET);
         let mut movers = Applications::default();
         let started = (|| {
             let card = Card::start(connect(&mut backend, &socket)?, Setup::of(len))?;
@@ -194,7 +193,7 @@ impl Hosts<'_> {
                         self.without_tap()?;
                     }
                     let backend = backend.insert(self.backend(directory.path())?);
-                    let frontend = connect(backend, &directory.path().join(backends::SOCKET))?;
+                    let frontend = connect(backend, &directory.path().join(SOCKET))?;
                     self.start_guest(frontend, &inside, &mut applications)?;
                 }
             }

@@ -11,7 +11,6 @@
 
 mod guest;
 pub(crate) mod linux;
-mod sys;
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};

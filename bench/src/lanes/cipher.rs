@@ -6,8 +6,7 @@ use anyhow::{Result, anyhow};
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use super::transfer::Cost;
-use crate::machine;
-use crate::threads::at_once;
+use crate::machine::{self, at_once};
 
 /// Contents of a TLS record.
 const RECORD_BYTES: usize = 16 << 10;

@@ -21,11 +21,11 @@ use serde_json::Value;
 use towline_lab::{Kernel, LinuxGuest, Network, Qemu, Version, wait_until};
 
 use super::hosts::{INSIDE, OUTSIDE, serve as serve_clients};
-use super::sys::Offloads;
 use crate::applications::{Applications, Kind, Traffic};
 use crate::guest::number;
 use crate::machine::{self, MIB};
 use crate::options::Bench;
+use crate::sys::Offloads;
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
 
 pub(crate) use inner::{APPLICATION, serve};

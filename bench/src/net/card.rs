@@ -15,8 +15,8 @@ use towline_frontend::net::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena, wait_any};
 
-use super::sys::Offloads;
-use crate::threads::at_once;
+use crate::machine::at_once;
+use crate::sys::Offloads;
 use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.

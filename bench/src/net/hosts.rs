@@ -9,15 +9,18 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::net::{SocketAddrV4, TcpListener};
 use std::os::fd::AsFd as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout, set_tcp_nodelay};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
-use towline_lab::Network;
+use towline_lab::{Network, Towline as Process};
 
+use super::rows::{Carrier, PASST, Run, TESTPMD, VHOST_USER_NET};
 use crate::applications::{Applications, Dial, Kind, Traffic, WITHIN};
+use crate::options::Bench;
 
 /// Tap of the backend.
 pub(super) const TAP: &str = "tap0";
@@ -28,6 +31,58 @@ pub(super) const INSIDE: &str = "10.99.0.2";
 pub(super) const PORT: u16 = 5000;
 /// Interval of attempts to connect.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Name of the frontend's socket.
+pub(super) const SOCKET: &str = "net.sock";
+
+/// One run of a row.
+pub(super) struct Hosts<'a> {
+    pub(super) bench: &'a Bench,
+    pub(super) run: Run,
+    pub(super) outside: Network,
+}
+
+impl Hosts<'_> {
+    /// Starts the backend in the outer namespace, with its socket in this directory.
+    pub(super) fn backend(&self, directory: &Path) -> Result<Process> {
+        let (socket, queues) = (directory.join(SOCKET).display().to_string(), self.run.row.queues);
+        let own = |options: &str| {
+            let line = format!("net --socket {socket} --tap {TAP} --queues {queues} {options}");
+            anyhow::Ok((self.bench.options.towline.clone(), line))
+        };
+        let (program, line) = match self.run.contender.kind {
+            Carrier::Towline => own(""),
+            Carrier::Sleeping => own("--poll-us 0"),
+            Carrier::VhostUserNet => Ok((
+                self.bench.peer(VHOST_USER_NET)?,
+                format!(
+                    "--net-backend ip={OUTSIDE},mask=255.255.255.0,socket={socket},client=off,num_queues={},queue_size=256,tap={TAP}",
+                    2 * queues
+                ),
+            )),
+            // Without huge pages, between its vhost and its tap driver.
+            Carrier::Testpmd => Ok((
+                self.bench.peer(TESTPMD)?,
+                format!(
+                    "-l 0,1 --no-huge -m 1024 --no-pci --no-shconf --no-telemetry --log-level error \
+                 --vdev net_vhost0,iface={socket},queues={queues},client=0 --vdev net_tap0,iface={TAP} -- \
+                 --forward-mode io --auto-start --stats-period 3600 --rxq {queues} --txq {queues}"
+                ),
+            )),
+            // For a guest at `INSIDE`, which reaches `OUTSIDE` as it is.
+            Carrier::Passt => Ok((
+                self.bench.peer(PASST)?,
+                format!(
+                    "--vhost-user --socket {socket} --foreground --quiet --ipv4-only --interface {TAP} --address {INSIDE} \
+                 --netmask 24 --gateway {OUTSIDE} --map-host-loopback none --no-dhcp --udp-ports none \
+                 --tcp-ports {INSIDE}/{PORT}"
+                ),
+            )),
+            Carrier::Loop | Carrier::Tap | Carrier::Veth => bail!("the limit has no backend"),
+        }?;
+        Process::start_within(&self.outside.prefix(), &program, line.split_whitespace())
+    }
+}
 
 /// Creates a namespace whose kernel sends no frames by itself.
 pub(super) fn host() -> Result<Network> {

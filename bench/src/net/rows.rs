@@ -1,9 +1,6 @@
 //! Rows of the tables: traffic, queues, contenders and drivers; columns and goals.
 
-use towline_lab::Network;
-
 use crate::applications::{Kind, Traffic};
-use crate::options::Bench;
 use crate::table::{Bound, Column, Contender, Entry, Row};
 
 /// DPDK's test program.
@@ -232,13 +229,6 @@ fn against_limit(run: Run) -> Option<Bound> {
         Work::Tcp(_) => return None,
     };
     run.at_least(TOWLINE, least)
-}
-
-/// One run of a row.
-pub(super) struct Hosts<'a> {
-    pub(super) bench: &'a Bench,
-    pub(super) run: Run,
-    pub(super) outside: Network,
 }
 
 #[cfg(test)]

@@ -11,8 +11,8 @@ use towline_lab::expect::qmp;
 
 use super::guests::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
 use crate::guest::{file, stop};
+use crate::machine::at_once;
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
-use crate::threads::at_once;
 
 /// Bytes of each write of [`Method::Disk`].
 const BLOCK_BYTES: usize = 512 << 10;

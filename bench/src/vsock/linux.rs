@@ -12,9 +12,10 @@ use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline as Process, Version, wait_until};
 
-use super::{Carrier, REQUEST_BYTES, Run, Sockets, TOWLINE, VHOST_DEVICE, sys};
+use super::{Carrier, REQUEST_BYTES, Run, Sockets, TOWLINE, VHOST_DEVICE};
 use crate::applications::{Applications, CountedBy, Kind, Service, Traffic};
 use crate::options::Bench;
+use crate::sys::listen_vsock;
 use crate::table::{self, Column, Entry, Figures, Table};
 
 /// Only word of the command line of the application inside of the guest: this program.
@@ -136,9 +137,9 @@ impl Machine {
 pub(crate) fn serve() -> Result<()> {
     let mut applications = Applications::default();
     // Of both kinds; a kept one is never silent.
-    applications.serve(sys::listen(ECHO_PORT)?, Service::EchoOnce, SESSIONS);
-    applications.serve(sys::listen(RECEIVE_PORT)?, Service::Read, SESSIONS);
-    applications.serve(sys::listen(SEND_PORT)?, Service::Send, SESSIONS);
+    applications.serve(listen_vsock(ECHO_PORT)?, Service::EchoOnce, SESSIONS);
+    applications.serve(listen_vsock(RECEIVE_PORT)?, Service::Read, SESSIONS);
+    applications.serve(listen_vsock(SEND_PORT)?, Service::Send, SESSIONS);
     println!("{READY}");
     applications.wait()
 }

@@ -14,8 +14,8 @@ use towline_frontend::net::{FRAME_BYTES_MAX, feature as net};
 
 use super::super::card::{Card, Setup};
 use super::super::hosts::{GUEST_TAP, INSIDE, OUTSIDE, dial};
-use super::super::sys;
 use crate::applications::{Applications, CountedBy, Traffic};
+use crate::sys;
 use crate::vhost::window;
 
 /// First word of the command line, before the role and the card's process.
