@@ -34,10 +34,6 @@ const DOWNTIME_LIMIT_MS: u64 = 300;
 const POLL_INTERVAL: Duration = Duration::from_micros(500);
 /// Beginning of the names of the threads of virtual processors, with `-name debug-threads=on`.
 const VCPU_THREAD: &str = "CPU ";
-/// Goals, as ratios to a direct move: of the downtime, and of the total time with and without multifd.
-const DOWNTIME_MAX: f64 = 1.25;
-const TOTAL_MAX: f64 = 1.15;
-const TOTAL_MAX_OF_MAIN_CHANNEL: f64 = 1.1;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
@@ -80,11 +76,11 @@ fn directly(it: Move) -> Move {
 }
 
 fn downtime_goal(it: Move) -> Option<Bound> {
-    it.at_most(TOWLINE, DOWNTIME_MAX)
+    it.at_most(TOWLINE, 1.25)
 }
 
 fn total_goal(it: Move) -> Option<Bound> {
-    it.at_most(TOWLINE, if it.row.0 > 0 { TOTAL_MAX } else { TOTAL_MAX_OF_MAIN_CHANNEL })
+    it.at_most(TOWLINE, if it.row.0 > 0 { 1.15 } else { 1.1 })
 }
 
 /// Measures the tables; takes a few minutes.

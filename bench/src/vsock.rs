@@ -38,13 +38,7 @@ const WINDOW: Duration = Duration::from_millis(500);
 const PEER: &str = "vhost-device-vsock";
 /// Maximum length of a backend's `OK PORT`.
 const REPLY_BYTES_MAX: usize = 32;
-/// Goals, as ratios.
-const TO_GUEST_PEER_MIN: f64 = 5.0;
-const TO_GUEST_SMALL_SOCKET_MIN: f64 = 0.95;
-const FROM_GUEST_PEER_MIN: f64 = 2.5;
-const FROM_GUEST_SMALL_PEER_MIN: f64 = 3.0;
-const LARGE_SOCKET_MIN: f64 = 0.75;
-const REQUEST_MIN: f64 = 2.5;
+/// Sizes at which the goals change.
 const SMALL: usize = 256;
 const MEDIUM: usize = 4 << 10;
 const LARGE: usize = 16 << 10;
@@ -86,7 +80,7 @@ const STREAMS: [Column<Traffic, Carrier>; 5] = [
 ];
 const REQUESTS: [Column<Traffic, Carrier>; 6] = [
     Column::spread("1/s", 0),
-    Column::ratio("× peer", "1/s", |run| run.with(VHOST_DEVICE)).with_goal(|run| judged(run, REQUEST_MIN)),
+    Column::ratio("× peer", "1/s", |run| run.with(VHOST_DEVICE)).with_goal(|run| judged(run, 2.5)),
     Column::ratio("× Unix socket", "1/s", |run| run.with(SOCKET)),
     Column::spread("p50 µs", 0),
     Column::spread("p99 µs", 0),
@@ -101,9 +95,9 @@ fn judged(run: Run, least: f64) -> Option<Bound> {
 fn against_peer(run: Run) -> Option<Bound> {
     let is_from_guest = run.row.kind == Kind::FromGuest;
     let least = match (is_from_guest, run.row.size) {
-        (true, ..=MEDIUM) => FROM_GUEST_SMALL_PEER_MIN,
-        (true, _) => FROM_GUEST_PEER_MIN,
-        (false, MEDIUM..) => TO_GUEST_PEER_MIN,
+        (true, ..=MEDIUM) => 3.0,
+        (true, _) => 2.5,
+        (false, MEDIUM..) => 5.0,
         (false, _) => return None,
     };
     judged(run, least)
@@ -111,8 +105,8 @@ fn against_peer(run: Run) -> Option<Bound> {
 
 fn against_socket(run: Run) -> Option<Bound> {
     match run.row.size {
-        LARGE.. => judged(run, LARGE_SOCKET_MIN),
-        ..=SMALL if run.row.kind == Kind::ToGuest => judged(run, TO_GUEST_SMALL_SOCKET_MIN),
+        LARGE.. => judged(run, 0.75),
+        ..=SMALL if run.row.kind == Kind::ToGuest => judged(run, 0.95),
         _ => None,
     }
 }

@@ -13,12 +13,6 @@ use crate::guest::{Counter, Machine, configure, file, incoming, listen, stop};
 use crate::machine::Cache;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
-/// Goals, as ratios of times.
-const HANDED_OVER_MAX: f64 = 1.0;
-const STREAMED_COLD_MAX: f64 = 1.1;
-/// As a ratio of rates, against a live migration.
-const STREAMED_WARM_MIN: f64 = 0.9;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
     Qemu,
@@ -69,15 +63,17 @@ const COLUMNS: [Column<Conditions, Method>; 5] = [
     Column::spread("s from process start", 2),
 ];
 
+/// Goals of the ratio of times.
 fn against_qemu(restore: Restore) -> Option<Bound> {
     let is_cold = restore.row.memory == Memory::Cold;
-    let streamed = restore.at_most(STREAMED, STREAMED_COLD_MAX).filter(|_| is_cold);
-    restore.at_most(HANDED_OVER, HANDED_OVER_MAX).or(streamed)
+    let streamed = restore.at_most(STREAMED, 1.1).filter(|_| is_cold);
+    restore.at_most(HANDED_OVER, 1.0).or(streamed)
 }
 
+/// Goal of the ratio of rates.
 fn against_live(restore: Restore) -> Option<Bound> {
     let is_warm = restore.row.memory == Memory::Preallocated;
-    restore.at_least(STREAMED, STREAMED_WARM_MIN).filter(|_| is_warm)
+    restore.at_least(STREAMED, 0.9).filter(|_| is_warm)
 }
 
 const NOTES: [&str; 6] = [
