@@ -35,13 +35,8 @@ const SAMPLES: usize = 40;
 /// Forks of one round.
 const FORKS: usize = 10;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Fork,
-    Increment,
-    Migrate,
-    Savevm,
-}
+/// Takes the guest several times, or once.
+type Method = fn(&Stored<'_>, &Parent) -> Result<Figures>;
 
 /// A guest, and what it has written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,12 +51,14 @@ impl Row for Written {
     }
 }
 
-const MIGRATE: Contender<Method> = Contender::new("QEMU: stop, migrate to a file, cont", Method::Migrate);
+const MIGRATE: Contender<Method> =
+    Contender::new("QEMU: stop, migrate to a file, cont", |stored, parent| stored.migrated(parent));
+const SAVEVM: Contender<Method> = Contender::new("QEMU: savevm", |stored, parent| stored.savevm(parent));
 const CONTENDERS: [Contender<Method>; 4] = [
-    Contender::new("towline fork", Method::Fork),
-    Contender::new("towline copy --resume --base", Method::Increment),
+    Contender::new("towline fork", |stored, _| stored.forks()),
+    Contender::new("towline copy --resume --base", |stored, parent| stored.increments(parent)),
     MIGRATE,
-    Contender::new("QEMU: savevm", Method::Savevm),
+    SAVEVM,
 ];
 const COLUMNS: [Column<Written, Method>; 5] = [
     Column::spread("stopped p50 ms", 2),
@@ -105,19 +102,7 @@ struct Stop {
 
 impl Stored<'_> {
     fn fork(&self, it: Entry<Written, Method>) -> Result<Figures> {
-        let parent = self.parent(it)?;
-        match it.contender.kind {
-            Method::Fork => self.forks(),
-            Method::Increment => self.increments(&parent),
-            Method::Migrate => self.migrated(&parent),
-            Method::Savevm => {
-                let qmp = Qmp::connect(&parent.monitor, WITHIN)?;
-                let started = Instant::now();
-                let error = qmp.hmp("savevm bench")?;
-                ensure!(error.trim().is_empty(), "{error}");
-                Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
-            }
-        }
+        (it.contender.kind)(self, &self.parent(it)?)
     }
 
     /// A guest of the image that has written that much.
@@ -127,7 +112,7 @@ impl Stored<'_> {
         let _ = std::fs::remove_file(&agent);
         let mut words = arguments(self);
         words.extend(self.agent_of("agent.sock"));
-        if it.contender.kind == Method::Savevm {
+        if it.contender == SAVEVM {
             let disk = self.file("state.qcow2");
             let made = Command::new("qemu-img")
                 .args(["create", "-q", "-f", "qcow2"])
@@ -197,6 +182,14 @@ impl Stored<'_> {
         qmp.execute("stop", Value::Null)?;
         self.bench.migrate(&qmp, &file(&self.file("whole")))?;
         qmp.execute("cont", Value::Null)?;
+        Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
+    }
+
+    fn savevm(&self, parent: &Parent) -> Result<Figures> {
+        let qmp = Qmp::connect(&parent.monitor, WITHIN)?;
+        let started = Instant::now();
+        let error = qmp.hmp("savevm bench")?;
+        ensure!(error.trim().is_empty(), "{error}");
         Ok(Figures::from([("stopped p50 ms", started.elapsed().as_secs_f64() * 1e3)]))
     }
 }

@@ -13,7 +13,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version};
@@ -35,11 +35,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(500);
 /// Beginning of the names of the threads of virtual processors, with `-name debug-threads=on`.
 const VCPU_THREAD: &str = "CPU ";
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Direct,
-    Towline,
-}
+/// Moves a guest to a QEMU that waits. Returns the time until it is done there, and towline's CPU time in seconds.
+type Method = fn(&Guest, &Bench, &Guest, usize) -> Result<(Duration, f64)>;
 
 /// Lanes of towline and channels of QEMU; 0: none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,8 +53,8 @@ impl Row for Lanes {
 
 type Move = Entry<Lanes, Method>;
 
-const DIRECT: Contender<Method> = Contender::new("QEMU to QEMU directly", Method::Direct);
-const TOWLINE: Contender<Method> = Contender::new("through towline", Method::Towline);
+const DIRECT: Contender<Method> = Contender::new("QEMU to QEMU directly", Guest::directly);
+const TOWLINE: Contender<Method> = Contender::new("through towline", Guest::through);
 const COLUMNS: [Column<Lanes, Method>; 10] = [
     Column::spread("downtime, ms", 0),
     Column::ratio("× directly", "downtime, ms", directly).with_goal(downtime_goal),
@@ -155,28 +152,18 @@ impl Guest {
     /// Moves. Returns the figures, and the guest at its destination, which has checked its memory and counts.
     fn go(&self, bench: &Bench, it: Move) -> Result<(Figures, Self)> {
         let (destination, lanes) = (self.destination()?, it.row.0);
-        let uri = match it.contender.kind {
-            Method::Direct => self.prepare(&destination, lanes)?,
-            Method::Towline => String::new(),
-        };
         machine::prefault(self.memory_mib * MIB)?;
         bench.cancel.check()?;
         let over = AtomicBool::new(false);
         let qemus = [self.qemu.pid(), destination.qemu.pid()];
         let cpu_before = migration_seconds(qemus)?;
-        let ((done, towline_cpu), downtime) = std::thread::scope(|scope| {
+        let (moved, downtime) = std::thread::scope(|scope| {
             let watch = scope.spawn(|| self.downtime(&destination, &over));
-            let times = match it.contender.kind {
-                Method::Direct => self.directly(bench, &destination, &uri),
-                Method::Towline => self.through(bench, &destination, lanes),
-            };
-            if times.is_err() {
-                over.store(true, Ordering::Relaxed);
-            }
-            let watched =
-                watch.join().unwrap_or_else(|_| bail!("the thread that reads the counters panicked"));
-            times.and_then(|times| Ok((times, watched?)))
-        })?;
+            let moved = (it.contender.kind)(self, bench, &destination, lanes);
+            over.store(moved.is_err(), Ordering::Relaxed);
+            (moved, watch.join().expect("the thread does not panic"))
+        });
+        let ((done, towline_cpu), downtime) = (moved?, downtime?);
         let qemu_cpu = migration_seconds(qemus)? - cpu_before;
         let info = self.qemu.qmp().execute("query-migrate", Value::Null)?;
         let figures = Figures::from([
@@ -225,16 +212,17 @@ impl Guest {
         listen(&destination.qemu)
     }
 
-    /// Moves by `migrate`. Returns the time until the guest runs.
-    fn directly(&self, bench: &Bench, destination: &Self, uri: &str) -> Result<(Duration, f64)> {
+    /// Moves by `migrate`, until the guest runs.
+    fn directly(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<(Duration, f64)> {
+        let uri = self.prepare(destination, lanes)?;
         let begun = Instant::now();
-        bench.migrate(self.qemu.qmp(), uri)?;
+        bench.migrate(self.qemu.qmp(), &uri)?;
         bench
             .wait("the guest to run", || Ok((destination.qemu.qmp().status()? == "running").then_some(())))?;
         Ok((begun.elapsed(), 0.0))
     }
 
-    /// Moves by towline. Returns the time until it ends, and its CPU time in seconds.
+    /// Moves by towline, until it ends.
     fn through(&self, bench: &Bench, destination: &Self, lanes: usize) -> Result<(Duration, f64)> {
         let (from, to) = (qmp(&self.qemu), qmp(&destination.qemu));
         let lanes = format!("--multifd-channels={lanes}");

@@ -13,13 +13,8 @@ use crate::guest::{Counter, Machine, configure, file, incoming, listen, stop};
 use crate::machine::Cache;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Qemu,
-    /// towline, with these options.
-    Towline(&'static [&'static str]),
-    Live,
-}
+/// Restores the guest into a QEMU that waits. Returns the time to its first tick.
+type Method = fn(&Restores<'_>, &Machine) -> Result<Duration>;
 
 /// Conditions of a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,16 +35,18 @@ impl Row for Conditions {
 
 type Restore = Entry<Conditions, Method>;
 
-const QEMU: Contender<Method> = Contender::new("QEMU's own", Method::Qemu);
-const HANDED_OVER: Contender<Method> = Contender::new("towline, handed over", Method::Towline(&[]));
-const STREAMED: Contender<Method> = Contender::new("towline --stream", Method::Towline(&["--stream"]));
-const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, live, Unix socket", Method::Live);
+const QEMU: Contender<Method> = Contender::new("QEMU's own", |it, to| it.by_qemu(to));
+const HANDED_OVER: Contender<Method> =
+    Contender::new("towline, handed over", |it, to| it.by_towline(to, &[]));
+const STREAMED: Contender<Method> =
+    Contender::new("towline --stream", |it, to| it.by_towline(to, &["--stream"]));
+const LIVE: Contender<Method> = Contender::new("QEMU to QEMU, live, Unix socket", |it, to| it.live(to));
 const CONTENDERS: [Contender<Method>; 6] = [
     QEMU,
     HANDED_OVER,
-    Contender::new("towline, handed over, --verify", Method::Towline(&["--verify"])),
+    Contender::new("towline, handed over, --verify", |it, to| it.by_towline(to, &["--verify"])),
     STREAMED,
-    Contender::new("towline --stream --verify", Method::Towline(&["--stream", "--verify"])),
+    Contender::new("towline --stream --verify", |it, to| it.by_towline(to, &["--stream", "--verify"])),
     LIVE,
 ];
 /// Number of those that are measured without the page cache.
@@ -126,11 +123,7 @@ impl Restores<'_> {
         let qemu = self.guests.builder(row.memory).incoming_defer().start()?;
         let start = started.elapsed().as_secs_f64();
         let destination = Machine { counter: Counter::at(&qemu, BootSector::COUNTER_ADDRESS)?, qemu };
-        let took = match contender.kind {
-            Method::Qemu => self.by_qemu(&destination),
-            Method::Live => self.live(&destination),
-            Method::Towline(options) => self.by_towline(&destination, options),
-        };
+        let took = (contender.kind)(self, &destination);
         let took = took.with_context(|| format!("QEMU wrote: {}", destination.qemu.stderr().trim()))?;
         let took = took.as_secs_f64();
         let megabytes = self.guests.data_bytes() as f64 / 1e6;
