@@ -15,23 +15,22 @@ mod save;
 
 use anyhow::Result;
 
-use crate::machine::MIB;
 use crate::options::Bench;
 use crate::table::Table;
-use guests::{Guests, Memory, Sources};
+use guests::Guests;
 
 /// Measures the tables.
 ///
 /// # Errors
 /// QEMU is missing, there is too little space for the images, the guest does not start, or the run was cancelled.
 pub(crate) fn measure(bench: &Bench) -> Result<Vec<Table>> {
-    let guests = Guests::new(bench)?;
-    eprintln!("ram: filling {} MiB of two guests", guests.data_bytes() / MIB);
-    let sources = Sources {
-        cold: bench.filled(guests.builder(Memory::Cold))?,
-        preallocated: bench.filled(guests.builder(Memory::Preallocated))?,
-    };
-    let mut tables = save::measure(&guests, &sources)?;
-    tables.extend(restore::measure(&guests, &sources.cold)?);
+    let (saves, restores) = (bench.chosen(save::all()), bench.chosen(restore::all()));
+    // With --rows, one of them may be empty.
+    let restores = if saves.is_ok() { restores.unwrap_or_default() } else { restores? };
+    let guests = Guests::start(bench)?;
+    let mut tables = vec![save::measure(&guests, saves.unwrap_or_default())?];
+    if !restores.is_empty() {
+        tables.push(restore::measure(&guests, restores)?);
+    }
     Ok(tables)
 }

@@ -15,8 +15,8 @@ use crate::options::Bench;
 const MEMORY_MIB: u64 = 3072;
 /// Lanes of towline and channels of QEMU.
 pub(super) const LANES: usize = 4;
-/// Free space that a run needs beyond two images.
-const SPACE_MARGIN: u64 = 1 << 30;
+/// Free space in MiB that a run needs beyond two images.
+const SPACE_MARGIN_MIB: u64 = 1024;
 /// Note on [`machine::prefault`] below the tables.
 pub(super) const PREFAULTED: &str = "just before each measurement, memory was touched and freed, so that the host backs it: see docs/benchmarks.md";
 
@@ -29,51 +29,44 @@ pub(super) enum Memory {
     Preallocated,
 }
 
-impl Memory {
-    pub(super) const ALL: [Self; 2] = [Self::Cold, Self::Preallocated];
-}
-
-/// Guests that have filled their memory and are stopped.
-pub(super) struct Sources {
-    pub(super) cold: Qemu,
-    pub(super) preallocated: Qemu,
-}
-
-/// Size of the guests, and directory of their images.
+/// Guests that have filled their memory and are stopped, and the directory of their images.
 pub(super) struct Guests<'a> {
     pub(super) bench: &'a Bench,
     pub(super) memory_mib: u64,
     pub(super) directory: TempDir,
+    pub(super) cold: Qemu,
+    pub(super) preallocated: Qemu,
+}
+
+/// Returns the builder of a guest that fills half of this memory with random data; the rest is zero.
+pub(super) fn builder(memory_mib: u64, memory: Memory) -> Builder {
+    let backend = match memory {
+        Memory::Cold => MemoryBackend::Default,
+        Memory::Preallocated => MemoryBackend::Memfd { prealloc: true },
+    };
+    small(memory_mib / 2, backend).memory_mib(memory_mib)
 }
 
 impl<'a> Guests<'a> {
-    pub(super) fn new(bench: &'a Bench) -> Result<Self> {
+    pub(super) fn start(bench: &'a Bench) -> Result<Self> {
         let (directory, memory_mib) = (bench.directory()?, bench.size_mib(MEMORY_MIB));
-        let this = Self { bench, memory_mib, directory };
-        let space = rustix::fs::statvfs(this.directory.path())?;
-        let free = space.f_bavail * space.f_frsize;
-        let wanted = 2 * this.data_bytes() + SPACE_MARGIN;
+        let space = rustix::fs::statvfs(directory.path())?;
+        let free_mib = space.f_bavail * space.f_frsize / MIB;
+        let wanted_mib = memory_mib + SPACE_MARGIN_MIB;
         ensure!(
-            free >= wanted,
-            "{}: {} MiB are free, two images and a margin need {}; free some space, or set TMPDIR",
-            this.directory.path().display(),
-            free / MIB,
-            wanted / MIB
+            free_mib >= wanted_mib,
+            "{}: {free_mib} MiB are free, two images and a margin need {wanted_mib}; free some space, or set TMPDIR",
+            directory.path().display()
         );
-        Ok(this)
+        eprintln!("ram: filling {} MiB of two guests", memory_mib / 2);
+        let filled = |memory| bench.filled(builder(memory_mib, memory));
+        let (cold, preallocated) = (filled(Memory::Cold)?, filled(Memory::Preallocated)?);
+        Ok(Self { bench, memory_mib, directory, cold, preallocated })
     }
 
-    /// Random data of each guest; the rest of its memory is zero.
+    /// Random data of each guest.
     pub(super) fn data_bytes(&self) -> u64 {
         self.memory_mib / 2 * MIB
-    }
-
-    pub(super) fn builder(&self, memory: Memory) -> Builder {
-        let backend = match memory {
-            Memory::Cold => MemoryBackend::Default,
-            Memory::Preallocated => MemoryBackend::Memfd { prealloc: true },
-        };
-        small(self.data_bytes() / MIB, backend).memory_mib(self.memory_mib)
     }
 
     pub(super) fn path(&self, name: &str) -> PathBuf {

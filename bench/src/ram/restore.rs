@@ -5,20 +5,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
+use towline_lab::BootSector;
 use towline_lab::expect::qmp;
-use towline_lab::{BootSector, Qemu};
 
-use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
+use super::guests::{Guests, LANES, Memory, PREFAULTED, builder, use_mapped_ram};
 use crate::guest::{Counter, Machine, configure, file, incoming, listen, stop};
 use crate::machine::Cache;
 use crate::table::{self, Bound, Column, Contender, Entry, Figures, Row, Table};
 
 /// Restores the guest into a QEMU that waits. Returns the time to its first tick.
-type Method = fn(&Restores<'_>, &Machine) -> Result<Duration>;
+pub(super) type Method = fn(&Restores<'_>, &Machine) -> Result<Duration>;
 
 /// Conditions of a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Conditions {
+pub(super) struct Conditions {
     memory: Memory,
     cache: Cache,
 }
@@ -33,7 +33,7 @@ impl Row for Conditions {
     }
 }
 
-type Restore = Entry<Conditions, Method>;
+pub(super) type Restore = Entry<Conditions, Method>;
 
 const QEMU: Contender<Method> = Contender::new("QEMU's own", |it, to| it.by_qemu(to));
 const HANDED_OVER: Contender<Method> =
@@ -82,35 +82,35 @@ const NOTES: [&str; 6] = [
     "all restores are of one image that towline wrote of a running guest",
 ];
 
-fn all() -> Vec<Restore> {
-    let cached = Memory::ALL.map(|memory| Conditions { memory, cache: Cache::Cached });
+pub(super) fn all() -> Vec<Restore> {
+    let cached =
+        [Memory::Cold, Memory::Preallocated].map(|memory| Conditions { memory, cache: Cache::Cached });
     let dropped = Conditions { memory: Memory::Preallocated, cache: Cache::Dropped };
     [Entry::all(cached, &CONTENDERS), Entry::all([dropped], &CONTENDERS[..UNCACHED])].concat()
 }
 
 /// The guest at both ends of its restores.
-struct Restores<'a> {
+pub(super) struct Restores<'a> {
     guests: &'a Guests<'a>,
-    source: &'a Qemu,
     counter: Counter,
     image: PathBuf,
     /// The guest's counter in the image.
     saved: u64,
 }
 
-/// Saves `source` once while it runs, and measures all restores.
-pub(super) fn measure(guests: &Guests<'_>, source: &Qemu) -> Result<Vec<Table>> {
+/// Saves a guest once while it runs, and measures these restores.
+pub(super) fn measure(guests: &Guests<'_>, restores: Vec<Restore>) -> Result<Table> {
+    let source = &guests.cold;
     let (counter, image) = (Counter::at(source, BootSector::COUNTER_ADDRESS)?, guests.path("guest.img"));
     source.qmp().execute("cont", Value::Null)?;
     guests.bench.copy([&*qmp(source), &file(&image)])?.wait(guests.bench)?;
     let saved = counter.read()?;
     ensure!(saved > 0, "the counter of the saved guest is 0, expected more");
     stop(source)?;
-    let restores = Restores { guests, source, counter, image, saved };
-    let results = table::measure(guests.bench, all(), |restore| restores.run(restore))?;
+    let ends = Restores { guests, counter, image, saved };
+    let results = table::measure(guests.bench, restores, |restore| ends.run(restore))?;
     let title = guests.title("Restore to the first tick");
-    let table = results.table("restore", &title, &COLUMNS, |_| true);
-    Ok(vec![table.with_notes(NOTES)])
+    Ok(results.table("restore", &title, &COLUMNS, |_| true).with_notes(NOTES))
 }
 
 impl Restores<'_> {
@@ -120,7 +120,7 @@ impl Restores<'_> {
             row.cache.prepare(&self.image)?;
         }
         let started = Instant::now();
-        let qemu = self.guests.builder(row.memory).incoming_defer().start()?;
+        let qemu = builder(self.guests.memory_mib, row.memory).incoming_defer().start()?;
         let start = started.elapsed().as_secs_f64();
         let destination = Machine { counter: Counter::at(&qemu, BootSector::COUNTER_ADDRESS)?, qemu };
         let took = (contender.kind)(self, &destination);
@@ -166,7 +166,8 @@ impl Restores<'_> {
     /// destination runs on `cont` once it has everything, as with towline.
     fn live(&self, destination: &Machine) -> Result<Duration> {
         let (bench, qemu) = (self.guests.bench, &destination.qemu);
-        for qemu in [self.source, qemu] {
+        let source = &self.guests.cold;
+        for qemu in [source, qemu] {
             let parameters = json!({ "multifd-channels": LANES, "direct-io": false });
             configure(qemu.qmp(), &[("multifd", true), ("mapped-ram", false)], parameters)?;
         }
@@ -174,13 +175,13 @@ impl Restores<'_> {
         let counter = self.counter.read()?;
         self.guests.prefault()?;
         let started = Instant::now();
-        let migrated = bench.migrate(self.source.qmp(), &uri).and_then(|_| {
+        let migrated = bench.migrate(source.qmp(), &uri).and_then(|_| {
             bench.wait("a live migration", || Ok((qemu.qmp().status()? != "inmigrate").then_some(())))?;
             qemu.qmp().execute("cont", Value::Null)?;
             destination.counter.tick(bench, counter)?;
             Ok(started.elapsed())
         });
-        stop(self.source)?;
+        stop(source)?;
         migrated
     }
 }

@@ -9,7 +9,7 @@ use anyhow::Result;
 use towline_lab::Qemu;
 use towline_lab::expect::qmp;
 
-use super::guests::{Guests, LANES, Memory, PREFAULTED, Sources, use_mapped_ram};
+use super::guests::{Guests, LANES, Memory, PREFAULTED, use_mapped_ram};
 use crate::guest::{file, stop};
 use crate::machine::at_once;
 use crate::table::{self, Column, Contender, Entry, Figures, Row, Table};
@@ -20,7 +20,7 @@ const BLOCK_BYTES: usize = 512 << 10;
 const PAGE_BYTES: usize = 4096;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
+pub(super) enum Method {
     Qemu {
         direct_io: bool,
     },
@@ -54,12 +54,15 @@ const COLUMNS: [Column<Memory, Method>; 6] = [
     Column::ratio("× direct-io, to disk", "s to disk", |save| save.with(QEMU_DIRECT)),
 ];
 
-/// Measures all saves.
-pub(super) fn measure(guests: &Guests<'_>, sources: &Sources) -> Result<Vec<Table>> {
-    let all = Entry::all(Memory::ALL, &[QEMU, QEMU_DIRECT, TOWLINE, DISK]);
-    let results = table::measure(guests.bench, all, |Entry { row, contender }| {
+pub(super) fn all() -> Vec<Entry<Memory, Method>> {
+    Entry::all([Memory::Cold, Memory::Preallocated], &[QEMU, QEMU_DIRECT, TOWLINE, DISK])
+}
+
+/// Measures these saves.
+pub(super) fn measure(guests: &Guests<'_>, saves: Vec<Entry<Memory, Method>>) -> Result<Table> {
+    let results = table::measure(guests.bench, saves, |Entry { row, contender }| {
         let method = contender.kind;
-        let source = if row == Memory::Cold { &sources.cold } else { &sources.preallocated };
+        let source = if row == Memory::Cold { &guests.cold } else { &guests.preallocated };
         let saved = save(guests, source, method);
         // The image and what is beside it.
         for entry in fs::read_dir(guests.directory.path())? {
@@ -70,7 +73,7 @@ pub(super) fn measure(guests: &Guests<'_>, sources: &Sources) -> Result<Vec<Tabl
         let saved = saved?;
         stopped.map(|()| saved)
     })?;
-    let table = results.table("save", &guests.title("Save to a file"), &COLUMNS, |_| true).with_notes([
+    Ok(results.table("save", &guests.title("Save to a file"), &COLUMNS, |_| true).with_notes([
         "s: from the command (towline: its process's start; QEMU: `migrate`) until it reports completion",
         "s to disk: the same and fsync. towline is synced when it is done, QEMU is not: its file was synced here",
         "towline hashes every chunk (BLAKE3) and writes a manifest, QEMU does neither",
@@ -78,8 +81,7 @@ pub(super) fn measure(guests: &Guests<'_>, sources: &Sources) -> Result<Vec<Tabl
         PREFAULTED,
         &guests.images(),
         "images are removed after every save, so that each save writes new blocks",
-    ]);
-    Ok(vec![table])
+    ]))
 }
 
 fn save(guests: &Guests<'_>, source: &Qemu, method: Method) -> Result<Figures> {
