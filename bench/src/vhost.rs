@@ -6,13 +6,14 @@
 //! ```
 //! A figure is of a window after a warm-up: counters and clocks are read at its ends, while everything runs.
 
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use towline_channel::Cancel;
-use towline_frontend::Frontend;
+use towline_frontend::{Frontend, wait_any};
 use towline_lab::Towline as Process;
 
 use crate::machine::{all_seconds, own_seconds, thread_seconds};
@@ -25,7 +26,7 @@ const DONE_WITHIN: Duration = Duration::from_secs(10);
 const START_WITHIN: Duration = Duration::from_secs(30);
 /// Interval of checks that a backend is still running.
 const START_STEP: Duration = Duration::from_millis(100);
-/// Interval of checks for cancellation.
+/// Interval of checks that something was done.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Connects to the socket of a backend, once that exists.
@@ -130,10 +131,6 @@ pub(crate) fn window(
 }
 
 fn sleep(length: Duration, cancel: &Cancel) -> Result<()> {
-    let until = Instant::now() + length;
-    while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-        cancel.check()?;
-        std::thread::sleep(left.min(POLL_INTERVAL));
-    }
-    Ok(())
+    wait_any(&[cancel.as_fd()], length)?;
+    Ok(cancel.check()?)
 }
