@@ -2,7 +2,7 @@
 //! other the memory's hashes are reported.
 
 use std::num::NonZeroUsize;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
@@ -111,11 +111,7 @@ impl Checked {
 
     /// The result so far.
     pub fn outcome(&self) -> CheckOutcome {
-        self.outcome_mut().clone()
-    }
-
-    fn outcome_mut(&self) -> MutexGuard<'_, CheckOutcome> {
-        lock(&self.outcome)
+        lock(&self.outcome).clone()
     }
 
     /// Compares every page with the ledger.
@@ -166,7 +162,7 @@ impl Sink for Checked {
         *lock(&self.started) = Some(Instant::now());
         Sink::blocks(&self.memory, blocks)?;
         let populated = self.memory.populate(self.threads)?;
-        *self.outcome_mut() = CheckOutcome { populated: Some(populated), ..CheckOutcome::default() };
+        *lock(&self.outcome) = CheckOutcome { populated: Some(populated), ..CheckOutcome::default() };
         Ok(())
     }
 
@@ -204,7 +200,7 @@ impl Sink for Checked {
 
     fn device_state(&self, state: DeviceState) -> Result<()> {
         let started = *lock(&self.started);
-        self.outcome_mut().transfer_time = started.map(|started| started.elapsed()).unwrap_or_default();
+        lock(&self.outcome).transfer_time = started.map(|started| started.elapsed()).unwrap_or_default();
         if self.checks {
             *lock(&self.ledger) = Ledger::decode(&state).map_err(Error::guest)?;
         }
@@ -220,7 +216,7 @@ impl Sink for Checked {
             Some(ledger) => (Some(self.compare(ledger)?), ledger.writes(), Vec::new()),
             None => (None, 0, self.hashes()),
         };
-        let mut outcome = self.outcome_mut();
+        let mut outcome = lock(&self.outcome);
         *outcome =
             CheckOutcome { verified_pages, writes, hashes, check_time: started.elapsed(), ..outcome.clone() };
         drop(outcome);

@@ -41,7 +41,7 @@ pub use options::{MemOptions, ParseBytes, Room};
 pub use pattern::{WrongContent, WrongPage};
 pub use shape::{Backing, Shape};
 
-use load::LoadThreads;
+use load::{LoadThreads, Mode, Over};
 use parts::find_in_parts;
 use pattern::PAGE_BYTES;
 
@@ -72,11 +72,6 @@ impl Synthetic {
         Ok(this)
     }
 
-    /// Parameters of the guest.
-    pub fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
     /// Runs the guest's load while `work` sends the guest. The engine stops it for the last pass; after
     /// `work` has returned, nothing writes to the memory.
     ///
@@ -86,7 +81,7 @@ impl Synthetic {
         let tracker = self.tracker()?;
         let load = LoadThreads::new(self.shape.threads.get());
         thread::scope(|scope| {
-            let _over = load.ended_on_drop();
+            let _over = Over(&load);
             if self.shape.dirty_rate > 0 {
                 for thread in 0..self.shape.threads.get() {
                     let load = &load;
@@ -96,11 +91,11 @@ impl Synthetic {
             }
             let block = LiveBlock { name: BLOCK_NAME, span: self.region.span() };
             let stop = || {
-                load.stop();
+                load.set(Mode::Stopped);
                 Ok(())
             };
             let start = || {
-                load.start();
+                load.set(Mode::Runs);
                 Ok(())
             };
             let guest = SourceMemory::new(configuration(), &[block], &*tracker)?
@@ -183,15 +178,17 @@ pub fn memfd(length: u64, backing: Backing) -> std::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Populates all pages of a memfd now, with huge pages where available; they stay for later mappings.
+/// Maps a memfd as the memory of a guest and populates all its pages now, with huge pages where available; they stay for later
+/// mappings.
 ///
 /// # Errors
 /// The length is less than that, or the kernel has too little memory.
-pub fn populate(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<(), MemoryError> {
+pub fn populated(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<Memory, MemoryError> {
     let backing = memory::BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let block = memory::MemoryBlock { name: BLOCK_NAME, length, backing };
-    Memory::new(configuration(), &[block])?.populate(threads)?;
-    Ok(())
+    let memory = Memory::new(configuration(), &[block])?;
+    memory.populate(threads)?;
+    Ok(memory)
 }
 
 impl fmt::Debug for Synthetic {

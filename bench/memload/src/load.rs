@@ -19,11 +19,21 @@ pub(crate) struct LoadThreads {
     mode: RwLock<Mode>,
 }
 
+/// State of the threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+pub(crate) enum Mode {
     Runs,
     Stopped,
     Over,
+}
+
+/// Ends the threads when it is dropped.
+pub(crate) struct Over<'a>(pub(crate) &'a LoadThreads);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.set(Mode::Over);
+    }
 }
 
 impl LoadThreads {
@@ -31,25 +41,10 @@ impl LoadThreads {
         Self { threads, mode: RwLock::new(Mode::Runs) }
     }
 
-    /// Stops the threads; after it returns nothing writes to the memory.
-    pub(crate) fn stop(&self) {
-        self.set(Mode::Stopped);
-    }
-
-    /// Lets them write again.
-    pub(crate) fn start(&self) {
-        self.set(Mode::Runs);
-    }
-
-    /// Ends the threads when it is dropped.
-    pub(crate) fn ended_on_drop(&self) -> impl Drop + '_ {
-        struct Over<'a>(&'a LoadThreads);
-        impl Drop for Over<'_> {
-            fn drop(&mut self) {
-                self.0.set(Mode::Over);
-            }
-        }
-        Over(self)
+    /// Lets them write, or stops or ends them; then nothing writes to the memory after it returns.
+    pub(crate) fn set(&self, mode: Mode) {
+        // A mode is right at any time.
+        *self.mode.write().unwrap_or_else(PoisonError::into_inner) = mode;
     }
 
     /// Calls `rewrite` for pages at `thread`'s part of the rate: those whose number is `thread` modulo the
@@ -81,10 +76,5 @@ impl LoadThreads {
             let page = mix(base.wrapping_add(written)) % own;
             rewrite(page as usize * self.threads + thread, &mut content);
         }
-    }
-
-    fn set(&self, mode: Mode) {
-        // A mode is right at any time.
-        *self.mode.write().unwrap_or_else(PoisonError::into_inner) = mode;
     }
 }

@@ -8,7 +8,7 @@ use towline_migration::{Memory, MemoryError};
 
 use crate::checked::Checked;
 use crate::shape::{Backing, Shape};
-use crate::{BLOCK_NAME, memfd, populate};
+use crate::{BLOCK_NAME, memfd, populated};
 
 /// Maximum number of threads of a load.
 const THREADS_MAX: usize = 64;
@@ -141,7 +141,7 @@ impl Room {
                     source,
                 })?;
                 // Its pages outlive this mapping.
-                populate(&file, length, threads)?;
+                drop(populated(&file, length, threads)?);
                 Memory::adopting_into(file, length)
             }
         };

@@ -7,7 +7,6 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::num::NonZeroUsize;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -20,8 +19,7 @@ use serde::{Deserialize, Serialize};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
-use towline_memload::{BLOCK_NAME, Backing, Checked, Shape, Synthetic, configuration, memfd};
-use towline_migration::memory::{self, BlockBacking, MemoryBlock};
+use towline_memload::{Backing, Checked, Shape, Synthetic, memfd, populated};
 use towline_migration::{
     Guest, Incoming, Outgoing, Session, Sink, Statistics, ZeroCopySend, incoming, outgoing,
 };
@@ -134,16 +132,13 @@ pub(crate) fn serve(bytes: &str) -> Result<()> {
     let length = bytes.parse().context("memory of a destination")?;
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let file = memfd(length, Backing::Memfd)?;
-    let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
-    let warm = memory::Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
-    warm.populate(threads)?;
-    let warm = Checked::new(warm, threads);
+    let warm = Checked::new(populated(&file, length, threads)?, threads);
     let mut is_verified = false;
     reply(&Ok(()))?;
     for line in std::io::stdin().lock().lines() {
         let request: Request = serde_json::from_str(&line?)?;
         let received = if request.conditions.memory == Memory::Cold {
-            let cold = Checked::new(memory::Memory::adopting(length), threads).without_check();
+            let cold = Checked::new(towline_migration::Memory::adopting(length), threads).without_check();
             machine::prefault(length).and_then(|()| receive(&cold, &request))
         } else if is_verified {
             receive(warm.memory(), &request)
