@@ -56,13 +56,11 @@ pub enum PlannedTransfer {
 
 impl PlannedTransfer {
     /// Postcopy if the condition is true.
-    #[must_use]
     pub fn postcopy_if(is_postcopy: bool) -> Self {
         if is_postcopy { Self::Postcopy } else { Self::Precopy }
     }
 
     /// Number of lanes by default.
-    #[must_use]
     pub fn lanes(self) -> usize {
         match self {
             Self::Precopy => LANES_DEFAULT,
@@ -106,7 +104,6 @@ impl CheckEnd {
     }
 
     /// Returns true if the facts are current, not recorded earlier.
-    #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Qmp(_) | Self::Attribute(_) | Self::Control(_))
     }

@@ -109,14 +109,12 @@ impl Holder {
     }
 
     /// Returns true if it is this QEMU.
-    #[must_use]
     pub fn is(&self, guest: &RunningGuest) -> bool {
         *self == Self { since_ms: self.since_ms, ..Self::of(guest) }
     }
 }
 
 /// Path of the guest's image at the end of a generation, in their directory.
-#[must_use]
 pub fn saved_image(directory: &Path, number: u64) -> PathBuf {
     directory.join(format!("saved.{number}.img"))
 }
@@ -153,7 +151,6 @@ pub struct ManagedGuest {
 
 impl ManagedGuest {
     /// The guest, if it has generations.
-    #[must_use]
     pub fn of(guest: RunningGuest) -> Option<Self> {
         let place = guest.generations.clone()?;
         Some(Self { guest, place })
@@ -189,7 +186,6 @@ impl ManagedGuest {
     }
 
     /// Directory of its generations.
-    #[must_use]
     pub fn directory(&self) -> &Path {
         &self.place.directory
     }
@@ -204,7 +200,6 @@ impl ManagedGuest {
     }
 
     /// The generation from which it continues.
-    #[must_use]
     pub fn after(&self) -> u64 {
         self.place.after
     }

@@ -116,13 +116,11 @@ pub struct Presence {
 
 impl Presence {
     /// Blocks whose memory is present.
-    #[must_use]
     pub fn mapped(&self) -> &[Mapped] {
         &self.mapped
     }
 
     /// Blocks whose pages are sent.
-    #[must_use]
     pub fn sent(&self) -> &[TransferredBlock] {
         &self.sent
     }
@@ -135,7 +133,6 @@ impl Presence {
     }
 
     /// Returns true if all pages must be sent.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.mapped.is_empty()
     }

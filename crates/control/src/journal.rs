@@ -186,7 +186,6 @@ impl Journal {
     }
 
     /// Records that are not undone, the newest first.
-    #[must_use]
     pub fn records(&self) -> Vec<(JournalEntry, UndoRecord)> {
         let entry = |id: &u64| JournalEntry { journal: self.clone(), id: *id };
         self.state().records.iter().rev().map(|(id, record)| (entry(id), record.clone())).collect()

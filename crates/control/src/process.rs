@@ -142,13 +142,11 @@ impl Process {
     }
 
     /// The current state.
-    #[must_use]
     pub fn state(&self) -> ProcessState {
         self.state_within(Duration::ZERO)
     }
 
     /// As [`Self::state`]; waits up to `within` for a known process to exit.
-    #[must_use]
     pub fn state_within(&self, within: Duration) -> ProcessState {
         let Self::Known { pidfd, .. } = self else { return ProcessState::Unknown };
         let started = Instant::now();
@@ -174,7 +172,6 @@ impl Process {
     }
 
     /// Returns true if both are known to be one process.
-    #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.is_known() && self.identity() == other.identity()
     }
@@ -201,13 +198,11 @@ impl Process {
     }
 
     /// Process id, if it is identified.
-    #[must_use]
     pub fn pid(&self) -> Option<i32> {
         self.identity().map(|(pid, _)| pid)
     }
 
     /// Returns true if the process is identified.
-    #[must_use]
     pub fn is_known(&self) -> bool {
         self.pid().is_some()
     }

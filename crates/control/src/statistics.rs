@@ -78,13 +78,11 @@ impl Metric {
     }
 
     /// The same metric in bytes.
-    #[must_use]
     pub fn in_bytes(self) -> Self {
         Self { unit: StatsUnit::Bytes, ..self }
     }
 
     /// The same metric in milliseconds.
-    #[must_use]
     pub fn in_milliseconds(self) -> Self {
         Self { unit: StatsUnit::Milliseconds, ..self }
     }

@@ -170,13 +170,11 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
 
 impl Prepared {
     /// The old QEMU, for people.
-    #[must_use]
     pub fn old(&self) -> &str {
         &self.old
     }
 
     /// Program and arguments of the new QEMU for people, without secrets.
-    #[must_use]
     pub fn shown_command(&self) -> Vec<OsString> {
         let program = self.host.binary.clone().into_os_string();
         std::iter::once(program).chain(self.guest.to_shown_arguments()).collect()

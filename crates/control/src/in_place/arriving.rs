@@ -18,7 +18,6 @@ use crate::qemu::Qemu;
 
 /// As `mapped_image`, of the QEMU at a monitor; `None` where it cannot be examined, which a copy reports. `interrupt` ends
 /// the wait for it.
-#[must_use]
 pub fn image_of(socket: &Path, interrupt: &Arc<OwnedFd>) -> Option<PathBuf> {
     let options = qmp::Options { interrupt: Some(Arc::clone(interrupt)), ..qmp::Options::default() };
     mapped_image(&mut Qemu::inspect(socket, &options).ok()?).ok()?

@@ -49,7 +49,6 @@ impl PreparedDisks {
     }
 
     /// Files in which the guest continues once it was taken.
-    #[must_use]
     pub fn overlays(&self) -> Vec<PathBuf> {
         self.disks().overlays()
     }

@@ -183,13 +183,11 @@ impl Reflink {
     }
 
     /// Path by which a QEMU opens it while this process has it open.
-    #[must_use]
     pub fn path(&self) -> &Path {
         self.image.path()
     }
 
     /// The file, as an image.
-    #[must_use]
     pub fn image(&self) -> &Image {
         &self.image
     }

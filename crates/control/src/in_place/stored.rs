@@ -67,7 +67,6 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> 
 /// Returns true if a QEMU that waits at this monitor reports that it maps this image, a file that seems to be
 /// new, or one that it shares, so [`of_image`] or [`old_memory`](super::old_memory) must inspect its process.
 /// False where one of them cannot be examined; the copy reports that.
-#[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
     let Ok(image) = image.metadata() else { return false };
     let backends =

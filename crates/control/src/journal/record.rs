@@ -106,7 +106,6 @@ pub struct ProtectionRecord {
 
 impl UndoRecord {
     /// A migration that starts now.
-    #[must_use]
     pub fn migration(to: impl Into<String>) -> Self {
         Self::Migration { to: to.into(), begun_ms: now_ms(), seen_ms: None }
     }

@@ -98,7 +98,6 @@ impl RuntimeDirectory {
     }
 
     /// Path of the directory.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

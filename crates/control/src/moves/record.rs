@@ -41,13 +41,11 @@ impl Id {
     }
 
     /// All of its digits.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
     /// Returns true if these are its first digits.
-    #[must_use]
     pub fn begins_with(&self, digits: &str) -> bool {
         self.0.starts_with(&digits.to_ascii_lowercase())
     }
@@ -292,7 +290,6 @@ impl MoveRecord {
     }
 
     /// Returns true if the QEMU of this end is known to have exited.
-    #[must_use]
     pub fn has_exited(&self, end: &MoveEnd) -> bool {
         self.is_of_this_namespace() && end.has_exited()
     }

@@ -172,13 +172,11 @@ pub(super) fn only_side(record: &MoveRecord) -> Option<Side> {
 
 impl ListedMove {
     /// A sentence that describes what is undecided.
-    #[must_use]
     pub fn undecided(&self) -> String {
         undecided(&self.record)
     }
 
     /// Commands to run, and other advice.
-    #[must_use]
     pub fn advice(&self) -> Vec<String> {
         let Self { record, owner, changed, .. } = self;
         if let Some(pid) = owner {

@@ -41,7 +41,6 @@ pub enum CopyPhase {
 
 impl CopyPhase {
     /// The identifier of the phase.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Prepare => "prepare",

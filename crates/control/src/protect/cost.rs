@@ -74,13 +74,11 @@ impl EpochCost {
     }
 
     /// Bytes in a second, on the link between the hosts.
-    #[must_use]
     pub fn bandwidth(&self) -> u64 {
         (self.bytes as f64 / self.interval()) as u64
     }
 
     /// Part of the time for which the guest is stopped, which a clock of KVM loses.
-    #[must_use]
     pub fn stopped_share(&self) -> f64 {
         self.pause.as_secs_f64() / self.interval()
     }

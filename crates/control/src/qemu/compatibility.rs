@@ -51,7 +51,6 @@ const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
 
 impl Qemu {
     /// Facts that need no further query, for rules about machine and memory.
-    #[must_use]
     pub fn basic_facts(&self) -> facts::QemuFacts {
         let facts = self.facts();
         facts::QemuFacts {

@@ -122,7 +122,6 @@ impl Qemu {
     }
 
     /// Changes of an earlier towline that [`Qemu::connect`] repaired, if any.
-    #[must_use]
     pub fn repaired(&self) -> Option<&RepairReport> {
         self.repaired.as_ref()
     }
@@ -143,7 +142,6 @@ impl Qemu {
     }
 
     /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
-    #[must_use]
     pub fn facts(&self) -> &QemuState {
         &self.facts
     }
@@ -163,7 +161,6 @@ impl Qemu {
     }
 
     /// The monitor's socket.
-    #[must_use]
     pub fn socket(&self) -> &str {
         self.client.socket()
     }
@@ -175,7 +172,6 @@ impl Qemu {
     }
 
     /// QEMU's version with its package, for messages: `10.0.2 (Debian 1:10.0.2+ds-2)`.
-    #[must_use]
     pub fn version_text(&self) -> String {
         facts::version_text(&self.facts.version)
     }
@@ -298,7 +294,6 @@ impl Qemu {
     }
 
     /// The process, identified when the monitor was connected.
-    #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
     }
@@ -331,7 +326,6 @@ impl Qemu {
 
     /// Returns true if QEMU's process is known and exits within this time. False for a process that is not
     /// known.
-    #[must_use]
     pub fn has_exited(&self, within: Duration) -> bool {
         self.process.state_within(within) == ProcessState::Exited
     }

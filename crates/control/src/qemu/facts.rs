@@ -48,13 +48,11 @@ pub struct QemuState {
 
 impl QemuState {
     /// Reasons for which QEMU refuses to migrate this guest, if any.
-    #[must_use]
     pub fn blocked_reasons(&self) -> &[String] {
         &self.migration.blocked_reasons
     }
 
     /// Returns true if this QEMU waits for `migrate-incoming`.
-    #[must_use]
     pub fn waits_for_migrate_incoming(&self) -> bool {
         self.incoming == IncomingState::Deferred
     }

@@ -21,7 +21,6 @@ pub struct RamBlockInfo {
 
 impl RamBlockInfo {
     /// Returns true if the stream carries it. QEMU names a block when it makes it migratable.
-    #[must_use]
     pub fn is_migrated(&self) -> bool {
         !self.name.is_empty()
     }

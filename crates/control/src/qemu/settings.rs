@@ -166,7 +166,6 @@ impl AppliedSettings {
     }
 
     /// Changed settings, as `NAME (was VALUE)`.
-    #[must_use]
     pub fn before(&self) -> Vec<String> {
         describe(&self.change.capabilities_before(), &self.change.parameters_before)
     }

@@ -39,7 +39,6 @@ pub enum InstantChoice {
 
 impl InstantChoice {
     /// The instant that is meant, of those of a record in their order.
-    #[must_use]
     pub fn of(self, instants: &[RecordedInstant]) -> Option<RecordedInstant> {
         let newest = instants.last()?;
         let is_meant = |instant: &&RecordedInstant| match self {

@@ -51,7 +51,6 @@ impl fmt::Display for Place {
 
 impl Place {
     /// The directory; `None`: a store.
-    #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         match self {
             Self::Directory(path) => Some(path),

@@ -33,7 +33,6 @@ pub(super) type Entries = BTreeMap<u64, Entry>;
 impl Keep {
     /// Keeps all instants of the last `windows[0]`, and of each further window the newest of each period that is as long as the window
     /// before. `None` unless there is one and they increase.
-    #[must_use]
     pub fn new(windows: Vec<Duration>) -> Option<Self> {
         let is_ascending =
             windows.first().is_some_and(|first| !first.is_zero()) && windows.is_sorted_by(|a, b| a < b);

@@ -91,7 +91,6 @@ impl Takeover {
     }
 
     /// Directory of the overlays of this takeover alone. It is there.
-    #[must_use]
     pub fn overlays(&self) -> PathBuf {
         self.0.path.with_extension(format!("{:016x}", self.0.id))
     }

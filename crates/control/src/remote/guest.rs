@@ -92,7 +92,6 @@ impl DepartingGuest {
     }
 
     /// The same, to be sent like this.
-    #[must_use]
     pub fn planned(self, planned: PlannedTransfer) -> Self {
         Self { planned, ..self }
     }

@@ -26,7 +26,6 @@ pub struct InterruptedPostcopy {
 
 impl InterruptedPostcopy {
     /// The move.
-    #[must_use]
     pub fn id(&self) -> Id {
         self.file.record().id.clone()
     }

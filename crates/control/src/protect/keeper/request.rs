@@ -192,7 +192,6 @@ impl Error {
     }
 
     /// Returns true if the guest may be stopped, or its output be held.
-    #[must_use]
     pub fn needs_attention(&self) -> bool {
         matches!(self, Self::Undecided { .. } | Self::Card(_) | Self::Stopped(_) | Self::LeftByOther { .. })
     }
