@@ -30,7 +30,6 @@ mod executor;
 #[cfg(test)]
 pub(crate) mod fake_qemu;
 mod forward;
-mod frames;
 mod invalid;
 mod outcomes;
 mod peer;

@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
+    Cancel, Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
 };
-use towline_migration::Heartbeat;
+use towline_migration::{Heartbeat, silence_max};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, FromSource};
 use towline_protocol::{PeerMisbehaved, Reader};
 
-use super::error::Error;
+use super::context::Context;
+use super::error::{Error, check_cancelled};
 use crate::switchover::PeerMessage;
 
 /// Longest wait for a frame in one call.
@@ -21,6 +22,8 @@ const RECEIVE_TIME: Duration = Duration::from_millis(50);
 const GLANCE_TIME: Duration = Duration::from_millis(1);
 /// Timeout for sending a frame.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time in which the other towline has a QEMU listen, and records that it awaits the guest.
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// More bytes than any frame has.
 const INPUT_BYTES: usize = 1024;
 
@@ -39,15 +42,11 @@ pub(super) struct PeerSession {
     pub(super) is_ended: bool,
 }
 
-/// Result of waiting for a message.
-#[derive(Debug)]
-pub(super) enum PeerReply<T = PeerMessage> {
-    Message(T),
-    /// None has arrived yet.
-    Nothing,
-    /// The connection is lost, or the received bytes are not a frame.
-    Lost(Error),
-}
+/// The frame that has arrived, if any.
+///
+/// # Errors
+/// The connection is lost, or the received bytes are not a frame.
+pub(super) type PeerReply<T = PeerMessage> = Result<Option<T>, Error>;
 
 impl PeerSession {
     /// A session over this channel, the main one of a migration that has ended.
@@ -181,24 +180,24 @@ impl PeerSession {
                     self.input.drain(..taken);
                     self.heard = Instant::now();
                     match message(frame) {
-                        Some(message) => return PeerReply::Message(message),
+                        Some(message) => return Ok(Some(message)),
                         None => continue,
                     }
                 }
                 Ok(None) if self.input.len() < INPUT_BYTES => {}
-                Ok(None) => return PeerReply::Lost(self.closed()),
+                Ok(None) => return Err(self.closed().into()),
                 Err(source) => {
                     let peer = self.channel.peer().to_owned();
-                    return PeerReply::Lost(towline_migration::Error::Protocol { peer, source }.into());
+                    return Err(towline_migration::Error::Protocol { peer, source }.into());
                 }
             }
             if Instant::now() >= until {
-                return PeerReply::Nothing;
+                return Ok(None);
             }
             match self.more(time) {
                 Ok(()) => {}
-                Err(ChannelError::Timeout { .. }) => return PeerReply::Nothing,
-                Err(error) => return PeerReply::Lost(error.into()),
+                Err(ChannelError::Timeout { .. }) => return Ok(None),
+                Err(error) => return Err(error.into()),
             }
         }
     }
@@ -209,7 +208,7 @@ impl PeerSession {
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty())? {
             0 => {
                 self.is_ended = true;
-                Err(ChannelError::Cut { peer: self.channel.peer().to_owned() })
+                Err(self.closed())
             }
             received => {
                 self.input.extend_from_slice(&bytes[..received]);
@@ -218,9 +217,46 @@ impl PeerSession {
         }
     }
 
-    fn closed(&self) -> Error {
-        ChannelError::Cut { peer: self.channel.peer().to_owned() }.into()
+    fn closed(&self) -> ChannelError {
+        ChannelError::Cut { peer: self.channel.peer().to_owned() }
     }
+}
+
+/// Waits for a frame of the other towline, for this time at most, unless it is cancelled.
+pub(super) fn await_frame<T>(
+    cancel: &Cancel,
+    peer: &mut PeerSession,
+    within: Option<Duration>,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> Result<T, Error> {
+    let begun = Instant::now();
+    loop {
+        check_cancelled(cancel)?;
+        if let Some(frame) = received(peer, context, &receive)? {
+            return Ok(frame);
+        }
+        if within.is_some_and(|within| begun.elapsed() >= within) {
+            return Err(Error::PeerSilent { waited: begun.elapsed() });
+        }
+    }
+}
+
+/// The frame that the other towline has sent, if any.
+///
+/// # Errors
+/// It is lost, or silent.
+pub(super) fn received<T>(
+    peer: &mut PeerSession,
+    context: &Context<'_>,
+    receive: impl Fn(&mut PeerSession) -> PeerReply<T>,
+) -> PeerReply<T> {
+    let frame = receive(peer)?;
+    let waited = peer.silence();
+    if frame.is_none() && waited >= silence_max(context.options.peer_timeout) {
+        return Err(Error::PeerSilent { waited });
+    }
+    Ok(frame)
 }
 
 fn without_heartbeat(message: &ReturnPathMessage) -> Option<FromDestination> {
@@ -258,7 +294,7 @@ mod tests {
         loop {
             let (reply, silence) = receive();
             longest = longest.max(silence);
-            if !matches!(reply, PeerReply::Nothing) || since.elapsed() >= until {
+            if !matches!(reply, Ok(None)) || since.elapsed() >= until {
                 return (reply, longest);
             }
         }
@@ -270,18 +306,18 @@ mod tests {
         let (mut source, mut destination) = sessions();
         source.beat_until_outcome();
         let (reply, longest) = next(|| (destination.receive_outcome(), destination.silence()), within);
-        assert!(matches!(reply, PeerReply::Nothing), "{reply:?}");
+        assert!(matches!(reply, Ok(None)), "{reply:?}");
         assert!(longest < within, "{longest:?}");
         source.send_outcome(FromSource::Completed(RunRequest::Run)).unwrap();
         let (reply, _) = next(|| (destination.receive_outcome(), destination.silence()), within);
-        assert!(matches!(reply, PeerReply::Message(PeerMessage::Completed(RunRequest::Run))), "{reply:?}");
+        assert!(matches!(reply, Ok(Some(PeerMessage::Completed(RunRequest::Run)))), "{reply:?}");
 
         destination.beat_until_report();
         let (_, longest) = next(|| (source.receive_report(), source.silence()), within);
         assert!(longest < within, "{longest:?}");
         destination.send_report(&FromDestination::Placed(Placement::Running)).unwrap();
         let (reply, _) = next(|| (source.receive_report(), source.silence()), within);
-        assert!(matches!(reply, PeerReply::Message(PeerMessage::Placed(Placement::Running))), "{reply:?}");
+        assert!(matches!(reply, Ok(Some(PeerMessage::Placed(Placement::Running)))), "{reply:?}");
     }
 
     #[test]
@@ -289,7 +325,7 @@ mod tests {
         let (_source, mut destination) = sessions();
         let within = HEARTBEAT_INTERVAL;
         let (reply, longest) = next(|| (destination.receive_outcome(), destination.silence()), within);
-        assert!(matches!(reply, PeerReply::Nothing), "{reply:?}");
+        assert!(matches!(reply, Ok(None)), "{reply:?}");
         assert!(longest >= within, "{longest:?}");
     }
 }

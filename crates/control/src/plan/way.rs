@@ -23,8 +23,7 @@ use super::destination::{QmpDestination, RecoveryState};
 use super::error::Error;
 use super::error_origin;
 use super::forward::{FarEnds, Forwarder, at_port};
-use super::frames::{ANSWER_TIMEOUT, await_frame};
-use super::peer::PeerSession;
+use super::peer::{ANSWER_TIMEOUT, PeerSession, await_frame};
 use super::source::QmpSource;
 use crate::switchover::{DestinationStatus, Input, SourceStatus};
 

@@ -14,10 +14,9 @@ use super::super::endpoint::{DestinationEndpoint as _, QemuDestination, SourceCo
 use super::super::error::{Error, Failure};
 use super::super::executor::Executor;
 use super::super::forward::{FarEnds, Forwarder};
-use super::super::frames::{ANSWER_TIMEOUT, await_frame};
 use super::super::invalid::Invalid;
 use super::super::outcomes::GuestAfterFailure;
-use super::super::peer::PeerSession;
+use super::super::peer::{ANSWER_TIMEOUT, PeerSession, await_frame};
 use super::super::progress::{CopyPhase, CopyReport};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::Direct;

@@ -13,8 +13,7 @@ use super::super::endpoint::{DestinationEndpoint, SourceControl, query_failed};
 use super::super::error::{Error, Failure};
 use super::super::executor::Executor;
 use super::super::forward::{FarEnds, Forwarder, at_port};
-use super::super::frames::{ANSWER_TIMEOUT, await_frame, received};
-use super::super::peer::PeerSession;
+use super::super::peer::{ANSWER_TIMEOUT, PeerSession, await_frame, received};
 use super::super::progress::{CopyPhase, CopyReport, DestinationState};
 use super::super::recorder::{RecordedEnds, RecordedSource};
 use super::super::request::{Direct, Tls};
@@ -200,7 +199,6 @@ mod tests {
     use towline_migration::HEARTBEAT_INTERVAL;
 
     use super::super::super::fake_qemu::FakeQemu;
-    use super::super::super::peer::PeerReply;
     use super::super::super::request::CopyRequest;
     use super::*;
 
@@ -227,7 +225,7 @@ mod tests {
             peer.send_report(&FromDestination::Awaits).unwrap();
             let (begun, mut longest) = (Instant::now(), Duration::ZERO);
             while begun.elapsed() < HEARTBEAT_INTERVAL * 4 {
-                assert!(matches!(peer.receive_outcome(), PeerReply::Nothing));
+                assert!(matches!(peer.receive_outcome(), Ok(None)));
                 longest = longest.max(peer.silence());
             }
             fake.script().delayed = None;
