@@ -203,9 +203,8 @@ pub(super) fn transfer_to(
         }
     };
     let concluded = Executor::new(&switchover, source.control(), to, context).conclude(ended);
-    let concluded = concluded.map_err(|failure| source.explain(failure));
-    source.close_after_switchover();
-    Ok(with_counters(concluded?, source, to))
+    let report = source.close(concluded)?;
+    Ok(with_counters(report, source, to))
 }
 
 /// Starts to record the decisions of the switchover.

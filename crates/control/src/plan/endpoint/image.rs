@@ -13,7 +13,7 @@ use super::super::context::Context;
 use super::super::engine;
 use super::super::error::{Error, Failure};
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::Observer;
+use super::super::progress::{CopyReport, Observer};
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::driven::{GuestDescription, LocalGuest};
@@ -86,8 +86,8 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         }
     }
 
-    fn explain(&self, failure: Failure) -> Failure {
-        explain_truncation(&*self.image, failure)
+    fn close(&mut self, concluded: Result<CopyReport, Failure>) -> Result<CopyReport, Failure> {
+        concluded.map_err(|failure| explain_truncation(&*self.image, failure))
     }
 }
 

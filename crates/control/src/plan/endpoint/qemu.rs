@@ -15,7 +15,7 @@ use super::super::engine::IncomingStream;
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::{CopyPhase, SourceState};
+use super::super::progress::{CopyPhase, CopyReport, SourceState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::TransferContext;
 use super::super::source::{QmpSource, Required};
@@ -155,8 +155,9 @@ impl SourceEndpoint for QemuSource {
         if self.qmp.was_running { SourceState::Running } else { SourceState::Paused }
     }
 
-    fn close_after_switchover(&mut self) {
+    fn close(&mut self, concluded: Result<CopyReport, Failure>) -> Result<CopyReport, Failure> {
         self.incoming.disconnect();
+        concluded
     }
 }
 

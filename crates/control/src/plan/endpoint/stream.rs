@@ -14,7 +14,7 @@ use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, GuestFacts, uuid_bytes};
-use super::super::progress::{CopyPhase, DestinationState};
+use super::super::progress::{CopyPhase, CopyReport, DestinationState};
 use super::super::recorder::RecordedSource;
 use super::super::request::ConnectingEnd;
 use super::super::shared_switchover::TransferContext;
@@ -125,18 +125,15 @@ impl SourceEndpoint for StreamSource {
         }
     }
 
-    fn close_after_switchover(&mut self) {
+    fn close(&mut self, concluded: Result<CopyReport, Failure>) -> Result<CopyReport, Failure> {
         if let Some(connections) = self.incoming.disconnect() {
             connections.linger(LINGER);
+            return concluded;
         }
-    }
-
-    fn explain(&self, failure: Failure) -> Failure {
-        let is_unreached = self.incoming.main_channel().is_none() && is_listened_on(&self.address);
-        if failure.guest.is_safe() && is_unreached {
-            return Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure };
-        }
-        failure
+        concluded.map_err(|failure| match failure.guest.is_safe() && is_listened_on(&self.address) {
+            true => Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure },
+            false => failure,
+        })
     }
 }
 

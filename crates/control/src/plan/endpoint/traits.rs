@@ -18,7 +18,7 @@ use super::super::destination::{HeldGuest, StartFailure};
 use super::super::engine::{self, IncomingStream};
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
-use super::super::progress::{DestinationState, Progress, SourceState};
+use super::super::progress::{CopyReport, DestinationState, Progress, SourceState};
 use super::super::recorder::RecordedSource;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
@@ -81,13 +81,10 @@ pub(in super::super) trait SourceEndpoint {
         SourceState::Unchanged
     }
 
-    /// Replaces the reason of a failure by one that only the source knows.
-    fn explain(&self, failure: Failure) -> Failure {
-        failure
+    /// Closes the stream after the switchover. Replaces the reason of a failure by one that only the source knows.
+    fn close(&mut self, concluded: Result<CopyReport, Failure>) -> Result<CopyReport, Failure> {
+        concluded
     }
-
-    /// Closes the stream after the switchover.
-    fn close_after_switchover(&mut self) {}
 }
 
 /// Means to drive a source after its stream.
