@@ -16,7 +16,7 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 
 /// Deadline of the monitor's greeting and of its reply, each.
-pub(crate) const MONITOR_TIMEOUT: Duration = Duration::from_millis(500);
+const MONITOR_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// State of a guest, if known.
 struct GuestStatus {

@@ -9,7 +9,6 @@ use towline_compat::Verdict;
 use towline_control::plan::{Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory};
 use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
 use towline_launch::RuntimeRoot;
-use towline_qmp::Error as MonitorError;
 
 use crate::args::UpgradeArgs;
 use crate::command_line::quoted;
@@ -22,7 +21,6 @@ use crate::outcome::Results;
 use crate::progress::Reporter;
 use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::status::{MONITOR_TIMEOUT, query};
 
 /// Runs the command.
 pub(crate) fn run(args: &UpgradeArgs) -> Result<Exit> {
@@ -83,23 +81,13 @@ fn start(prepared: Prepared, reporter: &Reporter) -> Result<Reversible, upgrade:
 fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let text = errors::worded(error);
     let is_unreached =
-        has_ended(old) || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
+        matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. }) || upgrade::has_ended(old);
     let guest = if is_unreached { GuestAfterFailure::NOT_REACHED } else { GuestAfterFailure::SAFE };
     let (state, guest) = (guest.state(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let about = FailedPart::Guest { guest: &guest, guest_state: state, notes: &[] };
     let exit = reporter.failed_with(about, &text, Reason::UpgradeRefused, Exit::Failed);
     console::error(&format!("the guest: {guest}"));
     exit
-}
-
-/// Returns true if nothing listens at the monitor: whatever has failed, its guest is not there any more.
-fn has_ended(monitor: &Path) -> bool {
-    // A connection alone would wait for as long as other clients do.
-    let status = query(monitor, MONITOR_TIMEOUT);
-    matches!(
-        status,
-        Err(MonitorError::Missing { .. } | MonitorError::Refused { .. } | MonitorError::Disconnected { .. })
-    )
 }
 
 /// Reports an upgrade, and writes the page of `--report`.
@@ -131,44 +119,4 @@ fn report(
     results.done(&new, &upgraded.report);
     results.reporter.line(&format!("  new QEMU     {} (process {}), {new}", upgraded.name, upgraded.pid));
     Exit::Done
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::fd::OwnedFd;
-    use std::os::unix::net::UnixListener;
-    use std::sync::mpsc::channel;
-    use std::thread;
-
-    use rustix::io::Errno;
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, listen, socket_with};
-
-    use super::*;
-
-    /// As QEMU's, which accepts one client, and lets one more wait.
-    #[test]
-    fn a_monitor_with_a_full_queue_has_not_ended() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("a.qmp");
-        let listener = UnixListener::bind(&path).unwrap();
-        listen(&listener, 1).unwrap();
-        let address = SocketAddrUnix::new(&path).unwrap();
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let mut waiting: Vec<OwnedFd> = Vec::new();
-        loop {
-            let client = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
-            match connect(&client, &address) {
-                Ok(()) => waiting.push(client),
-                Err(errno) => break assert_eq!(errno, Errno::AGAIN),
-            }
-        }
-        let (sender, answer) = channel();
-        let monitor = path.clone();
-        thread::spawn(move || sender.send(has_ended(&monitor)));
-        assert_eq!(answer.recv_timeout(Duration::from_secs(60)), Ok(false));
-        drop((listener, waiting));
-        assert!(has_ended(&path));
-        std::fs::remove_file(&path).unwrap();
-        assert!(has_ended(&path));
-    }
 }

@@ -22,11 +22,10 @@ mod old;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use towline_channel::{Address, Cancel};
+use towline_channel::Cancel;
 use towline_launch::{
     AllowedCommandLine, Confinement, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
     Lifetime, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
@@ -39,9 +38,8 @@ use old::OldQemu;
 
 pub use command_line::{Cards, Vsocks};
 pub use error::{Error, IncompatibleSetting};
+pub use old::has_ended;
 
-/// Time limit for a connection to the old QEMU, whose queue may be full.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for the end of a new QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Runtime directories (`NAME.1`, `NAME.2`, …) tried before giving up.
@@ -242,20 +240,8 @@ impl Reversible {
 
 /// Whatever failed because the old QEMU has ended: its guest is not there any more. Elsewhere it may be.
 fn judge(failure: Failure, old: &Path) -> Failure {
-    let has_ended = failure.guest == GuestAfterFailure::SAFE && has_no_listener(old);
-    if has_ended { Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure } } else { failure }
-}
-
-/// Returns true if no process listens at this socket. One whose queue is full does.
-fn has_no_listener(socket: &Path) -> bool {
-    let Ok(cancel) = Cancel::new() else { return false };
-    let by = Instant::now() + CONNECT_TIMEOUT;
-    match towline_channel::connect(&Address::Unix(socket.to_owned()), by, &cancel) {
-        Err(towline_channel::Error::Io { source, .. }) => {
-            matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
-        }
-        _ => false,
-    }
+    let is_lost = failure.guest == GuestAfterFailure::SAFE && has_ended(old);
+    if is_lost { Failure { guest: GuestAfterFailure::NOT_REACHED, ..failure } } else { failure }
 }
 
 impl Drop for Reversible {

@@ -14,8 +14,8 @@ use rustix::process::{Signal, geteuid, pidfd_send_signal};
 use towline_channel::Cancel;
 use towline_compat::facts::IncomingState;
 use towline_launch::{CommandLine, Confinement, RunningGuest, RuntimeRoot};
-use towline_qmp::Options;
-use towline_qmp::commands::{MigrationStatus, RunState};
+use towline_qmp::commands::{MigrationStatus, QueryStatus, RunState};
+use towline_qmp::{self as qmp, Client, Options};
 
 use super::error::Error;
 use crate::generations::ManagedGuest;
@@ -31,6 +31,10 @@ use crate::temporary_names::{self, StagingName};
 const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
 /// Suffix that the kernel appends to the name of a replaced program.
 const DELETED: &str = " (deleted)";
+/// Time limit of the greeting and of each reply, where another client may have the monitor.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+/// The same after a failure, which a user may have caused by Ctrl-C.
+const FAILED_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// See the module's text.
 #[derive(Debug)]
@@ -104,6 +108,21 @@ impl OldQemu {
     }
 }
 
+/// Returns true if the QEMU of this monitor has ended: whatever has failed, its guest is not there any more.
+pub fn has_ended(monitor: &Path) -> bool {
+    // A QEMU that is ending may still be connected to.
+    let options = options(FAILED_REPLY_TIMEOUT);
+    let status = Client::connect(monitor, &options).and_then(|mut qemu| qemu.execute(&QueryStatus));
+    matches!(
+        status,
+        Err(qmp::Error::Missing { .. } | qmp::Error::Refused { .. } | qmp::Error::Disconnected { .. })
+    )
+}
+
+fn options(timeout: Duration) -> Options {
+    Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() }
+}
+
 /// Returns true if no other QEMU can have run the guest: it runs here, or is paused and was not sent.
 fn has_guest(facts: &QemuState) -> bool {
     let state = &facts.status.status;
@@ -153,9 +172,6 @@ fn read<T>(
 //                                          └─ anything else: it may have a guest ────────────────────────► left alone
 // ```
 
-/// Time limit of each reply.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// Ends the QEMUs of that name that hold no guest: nothing else would, and they map the guest's memory. One
 /// that a record of a move names is left to `towline resume`.
 pub(super) fn end_leftovers(root: &RuntimeRoot, base: &str, old: &OldQemu) {
@@ -177,8 +193,7 @@ fn is_leftover(guest: &RunningGuest, base: &str) -> bool {
 
 /// See the picture above.
 fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
-    let options = Options { deadline: REPLY_TIMEOUT, greeting_deadline: REPLY_TIMEOUT, ..Options::default() };
-    let Ok(qemu) = Qemu::inspect(&guest.qmp, &options) else { return false };
+    let Ok(qemu) = Qemu::inspect(&guest.qmp, &options(REPLY_TIMEOUT)) else { return false };
     let facts = qemu.facts();
     match facts.incoming {
         IncomingState::Deferred => true,
@@ -214,4 +229,44 @@ fn kill(guest: &RunningGuest) {
         tracing::debug!(pid = guest.pid, %errno, "it has ended");
     }
     names.iter().for_each(StagingName::remove);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixListener;
+    use std::sync::mpsc::channel;
+    use std::thread;
+
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, listen, socket_with};
+
+    use super::*;
+
+    /// As QEMU's, which accepts one client, and lets one more wait.
+    #[test]
+    fn a_monitor_with_a_full_queue_has_not_ended() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        listen(&listener, 1).unwrap();
+        let address = SocketAddrUnix::new(&path).unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let mut waiting: Vec<OwnedFd> = Vec::new();
+        loop {
+            let client = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+            match connect(&client, &address) {
+                Ok(()) => waiting.push(client),
+                Err(errno) => break assert_eq!(errno, Errno::AGAIN),
+            }
+        }
+        let (sender, answer) = channel();
+        let monitor = path.clone();
+        thread::spawn(move || sender.send(has_ended(&monitor)));
+        assert_eq!(answer.recv_timeout(Duration::from_secs(60)), Ok(false));
+        drop((listener, waiting));
+        assert!(has_ended(&path));
+        std::fs::remove_file(&path).unwrap();
+        assert!(has_ended(&path));
+    }
 }
