@@ -7,16 +7,14 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 /// Makes a file that has all of this value, as JSON, at every moment, durably, on storage of several hosts: one of many gets it.
-///
-/// # Errors
-/// `AlreadyExists`: it is there, and durable. A server may have made it for this call, and its reply was lost.
-pub(crate) fn create_once(path: &Path, value: &impl Serialize) -> io::Result<()> {
+/// Returns false if it was there, and it is durable then. A server may have made it for this call, and its reply was lost.
+pub(crate) fn create_once(path: &Path, value: &impl Serialize) -> io::Result<bool> {
     let (directory, staging) = (path.parent().unwrap_or(Path::new("/")), staging(path));
     let linked = write(&staging, value).and_then(|()| fs::hard_link(&staging, path));
     let _ = fs::remove_file(&staging);
     match linked {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        linked => sync(directory).and(linked),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => sync(directory).map(|()| false),
+        linked => linked.and_then(|()| sync(directory)).map(|()| true),
     }
 }
 

@@ -265,16 +265,13 @@ impl ManagedGuest {
 
     fn take(&self, number: u64) -> Result<(), Error> {
         let (path, holder) = (path_of(self.directory(), number), Holder::of(&self.guest));
-        match create_once(&path, &holder) {
-            Ok(()) => {}
+        let made = create_once(&path, &holder);
+        if !made.map_err(|source| Error::Io { path: path.clone(), source })? {
+            let holder = read(&path)?;
             // A server may have done it, and its reply was lost.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let holder = read(&path)?;
-                if !holder.is(&self.guest) {
-                    return Err(Error::Taken(Generation { number, holder }));
-                }
+            if !holder.is(&self.guest) {
+                return Err(Error::Taken(Generation { number, holder }));
             }
-            Err(source) => return Err(Error::Io { path, source }),
         }
         tracing::info!(guest = self.guest.name, number, "took a generation");
         Ok(())

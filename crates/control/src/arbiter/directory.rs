@@ -1,7 +1,6 @@
 //! Generations as files in a directory of both hosts.
 
 use std::fs;
-use std::io;
 use std::path::Path;
 
 use super::claim::{ArbiterError, Claimant, generation};
@@ -15,10 +14,8 @@ pub(super) fn newest(directory: &Path, guest: &str) -> Result<u64, ArbiterError>
 
 pub(super) fn claim(path: &Path, claimant: &Claimant) -> Result<bool, ArbiterError> {
     let failed = |source| ArbiterError::Io { path: path.to_owned(), source };
-    match create_once(path, claimant) {
-        Ok(()) => return Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(failed(error)),
+    if create_once(path, claimant).map_err(failed)? {
+        return Ok(true);
     }
     let is_won = claimant.is(&fs::read(path).map_err(failed)?);
     is_won.ok_or_else(|| ArbiterError::Format { path: path.to_owned() })

@@ -71,23 +71,20 @@ impl Takeover {
             id: fastrand::u64(..),
             runs: false,
         });
-        match create_once(&path, &takeover.0) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                if let Some(other) = takeover.other()? {
-                    return Ok(Begun::There(other));
-                }
-            }
-            created => takeover.or_withdraw(created)?,
+        let is_first = takeover.or_withdraw(create_once(&path, &takeover.0))?;
+        if !is_first && let Some(other) = takeover.other()? {
+            return Ok(Begun::There(other));
         }
         takeover.or_withdraw(make_directory(&takeover.overlays(), 0o711))?;
         Ok(Begun::Here(takeover))
     }
 
     /// Withdraws a takeover that has failed, whose file may be there all the same.
-    fn or_withdraw(&self, done: io::Result<()>) -> Result<(), Error> {
-        let Err(source) = done else { return Ok(()) };
-        self.withdraw()?;
-        Err(Error::Directory { path: self.0.path.clone(), source })
+    fn or_withdraw<T>(&self, done: io::Result<T>) -> Result<T, Error> {
+        done.or_else(|source| {
+            self.withdraw()?;
+            Err(Error::Directory { path: self.0.path.clone(), source })
+        })
     }
 
     /// Directory of the overlays of this takeover alone. It is there.
