@@ -14,8 +14,7 @@ use towline_control::plan::Observer as _;
 use towline_control::remote::{DiskPolicy, Place, SessionTimeouts};
 
 use crate::args::{CheckArgs, Via};
-use crate::endpoint::Endpoint;
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::{Endpoint, SshEndpoint};
 use crate::events::{Checked, Compared, FinalEvent};
 use crate::exit::Exit;
 use crate::progress::Reporter;

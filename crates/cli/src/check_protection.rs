@@ -10,8 +10,7 @@ use towline_control::remote::{DepartingGuest, NewGuest, Place};
 
 use crate::args::CheckArgs;
 use crate::check::{self, NoVerdict, line, place_options};
-use crate::endpoint::Endpoint;
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::{Endpoint, SshEndpoint};
 use crate::events::{Checked, FinalEvent, Protectable};
 use crate::exit::Exit;
 use crate::progress::Reporter;

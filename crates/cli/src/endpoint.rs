@@ -2,7 +2,6 @@
 
 pub(crate) mod memory;
 mod recorded;
-pub(crate) mod ssh;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,7 +9,7 @@ use std::str::FromStr;
 
 use towline_channel::Address;
 use towline_control::plan;
-use towline_control::remote::{NewGuest, Place};
+use towline_control::remote::{NewGuest, Place, SshTarget};
 use towline_control::run::ImageLocation;
 use towline_image::{Location, LocationError};
 use towline_launch::GuestName;
@@ -18,7 +17,6 @@ use towline_launch::GuestName;
 use crate::libvirt;
 use memory::MemEndpoint;
 use recorded::RecordedImage;
-use ssh::SshEndpoint;
 
 /// Endpoint as parsed.
 #[derive(Debug, Clone)]
@@ -197,6 +195,27 @@ impl Endpoint {
 
     fn error_of_check_only(&self) -> String {
         format!("{self} is neither SOURCE nor DEST of a copy: it is for `towline check`")
+    }
+}
+
+/// `ssh:[USER@]HOST[:PORT][/PLACE]`: another host, and the place of a guest there.
+#[derive(Debug, Clone)]
+pub(crate) struct SshEndpoint {
+    pub(crate) target: SshTarget,
+    /// Without the command line of a guest that is started there.
+    pub(crate) place: Place,
+}
+
+impl fmt::Display for SshEndpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ssh:{}", self.target)?;
+        match &self.place {
+            Place::Guest(guest) if guest.name.is_empty() => Ok(()),
+            Place::Guest(guest) => write!(f, "/{}", guest.name),
+            Place::Qmp(path) => write!(f, "/qmp:{}", path.display()),
+            Place::File(path) => write!(f, "/file:{}", path.display()),
+            Place::Store(location) => write!(f, "/{location}"),
+        }
     }
 }
 

@@ -13,8 +13,7 @@ use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_migration::Tuning;
 
 use crate::args::MoveArgs;
-use crate::endpoint::Endpoint;
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::{Endpoint, SshEndpoint};
 use crate::events::FinalEvent;
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;

@@ -28,7 +28,7 @@ use towline_launch::RuntimeRoot;
 
 use crate::args::{OcfAgent, OcfArgs, Output, Via};
 use crate::console;
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::SshEndpoint;
 use crate::errors;
 use crate::progress::Reporter;
 use crate::remote::{self, PlaceOptions, RemoteCopy};

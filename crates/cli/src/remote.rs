@@ -19,7 +19,7 @@ use towline_launch::Setting;
 use towline_migration::ZeroCopySend;
 
 use crate::args::{HostArgs, MoveArgs, SshArgs, TransferArgs, Via};
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::SshEndpoint;
 use crate::progress::Reporter;
 
 /// Time in which the other host reports the end of its part.

@@ -13,8 +13,7 @@ use towline_control::remote::Place;
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::args::{CopyArgs, IfNotConverging, MoveArgs, OnOff, StoredSourceArgs, TransferArgs, Via};
-use crate::endpoint::Endpoint;
-use crate::endpoint::ssh::SshEndpoint;
+use crate::endpoint::{Endpoint, SshEndpoint};
 
 /// Returns the request of a `copy`.
 pub(crate) fn of_copy(

@@ -4,7 +4,6 @@ mod common;
 mod files;
 #[cfg(feature = "store")]
 mod objects;
-mod row;
 
 use std::path::{Path, PathBuf};
 #[cfg(feature = "store")]

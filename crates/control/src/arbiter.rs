@@ -8,11 +8,11 @@
 
 mod answer;
 mod claim;
-mod directory;
 mod program;
 mod store;
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::thread;
 use std::time::Duration;
@@ -21,9 +21,10 @@ use serde::{Deserialize, Serialize};
 use towline_channel::Cancel;
 use towline_image::Location;
 
+use crate::durable::{create_once, highest};
 pub use answer::{NoAnswer, ask};
-use claim::name;
 pub use claim::{ArbiterError, Claim, Claimant, Stake};
+use claim::{generation, name};
 
 /// Interval of claims while the arbiter does not decide.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(200);
@@ -71,7 +72,7 @@ impl Arbiter {
     /// It is not known.
     pub fn newest(&self, guest: &str) -> Result<u64, ArbiterError> {
         match self {
-            Self::Directory(directory) => directory::newest(directory, guest),
+            Self::Directory(directory) => newest_file(directory, guest),
             Self::Store(place) => store::newest(place, guest),
             Self::Program(command) => program::newest(command, guest),
         }
@@ -84,7 +85,7 @@ impl Arbiter {
     pub fn claim(&self, claim: &Claim<'_>, claimant: &Claimant) -> Result<bool, ArbiterError> {
         let name = name(claim.guest, claim.generation);
         match self {
-            Self::Directory(directory) => directory::claim(&directory.join(name), claimant),
+            Self::Directory(directory) => claim_file(&directory.join(name), claimant),
             Self::Store(place) => store::claim(place, &name, claimant),
             Self::Program(command) => program::claim(command, claim, claimant),
         }
@@ -118,6 +119,22 @@ impl Arbiter {
             }
         }
     }
+}
+
+/// Generations as files in a directory of both hosts.
+fn newest_file(directory: &Path, guest: &str) -> Result<u64, ArbiterError> {
+    let newest = highest(directory, |name| generation(name, guest));
+    let newest = newest.map_err(|source| ArbiterError::Io { path: directory.to_owned(), source })?;
+    Ok(newest.unwrap_or_default())
+}
+
+fn claim_file(path: &Path, claimant: &Claimant) -> Result<bool, ArbiterError> {
+    let failed = |source| ArbiterError::Io { path: path.to_owned(), source };
+    if create_once(path, claimant).map_err(failed)? {
+        return Ok(true);
+    }
+    let is_won = claimant.is(&fs::read(path).map_err(failed)?);
+    is_won.ok_or_else(|| ArbiterError::Format { path: path.to_owned() })
 }
 
 #[cfg(test)]

@@ -27,7 +27,6 @@
 mod arriving;
 mod based;
 mod capture;
-mod difference;
 mod disks;
 mod error;
 mod file_id;
@@ -42,10 +41,14 @@ mod stored;
 mod tests;
 mod transfer_reason;
 
+use std::io;
 use std::ops::Deref;
 
 use image_file::Unchanged;
-use towline_migration::{Base, Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
+use towline_migration::{Base, Guest, GuestWithPresentBlocks, ProcessMemory, Sink, SinkWithPresentBlocks};
+use towline_protocol::{BlockIndex, RamBlock};
+
+use crate::qemu::Qemu;
 
 pub(crate) use arriving::as_base;
 pub use arriving::{image_of, of_arriving};
@@ -165,6 +168,22 @@ impl Presence {
             }
             None => SinkWithPresentBlocks::new(sink, self.names()),
         }
+    }
+
+    /// Writes what `guest` differs in from its image into the memory of a waiting QEMU that maps the image, which is faster than to send it. Returns true if QEMU has all of it now; otherwise it is to be
+    /// sent, also where a part was written.
+    pub(crate) fn write_difference(&self, qemu: &Qemu, guest: &dyn Guest) -> bool {
+        let is_mapped = |name: &str| self.mapped.iter().any(|mapped| mapped.block == name);
+        let blocks = (0..).map(BlockIndex).zip(guest.blocks());
+        let mut differing =
+            blocks.filter(|(index, block)| is_mapped(&block.name) && !guest.difference(*index).is_empty());
+        let write = |(index, block): (BlockIndex, &RamBlock)| {
+            let (pid, address) = (qemu.process().pid(), qemu.facts().address_of(&block.name));
+            let (pid, address) = pid.zip(address).ok_or(io::ErrorKind::NotFound)?;
+            ProcessMemory::open(pid)?.write(address, guest, index, guest.difference(index))
+        };
+        let written = differing.try_for_each(write);
+        written.inspect_err(|error| tracing::debug!(%error, "the difference is sent")).is_ok()
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {

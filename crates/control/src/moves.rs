@@ -16,7 +16,6 @@
 
 mod record;
 mod record_file;
-mod recorded_way;
 mod resume;
 mod text;
 
@@ -26,10 +25,10 @@ use record_file::{is_locked, names_of};
 use towline_qmp::commands::RunState;
 
 pub use crate::switchover::{Decision, OtherEnd};
+pub(crate) use record::RecordedWay;
 pub use record::{GuestPlan, Id, ListedMove, MoveEnd, MoveRecord, RecordedEnds, Role};
 pub use record_file::Error;
 pub(crate) use record_file::{RecordFile, record_left_source};
-pub(crate) use recorded_way::RecordedWay;
 pub use resume::{Finding, InterruptedPostcopy, ResumeChoice, Resumed, interrupted, resume};
 pub(crate) use text::notice;
 

@@ -13,7 +13,6 @@ mod drives;
 mod error;
 mod facts;
 mod inventory;
-mod left_ferry;
 mod migration;
 mod mirror;
 mod open_files;

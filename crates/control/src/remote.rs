@@ -22,7 +22,6 @@
 //! [`Recorded::allow`](towline_launch::Recorded::allow) permits.
 
 mod agent;
-mod departure;
 mod disks;
 mod error;
 mod frames;
@@ -45,12 +44,11 @@ use towline_qmp::commands::Capability;
 use towline_qmp::{Command, CommandError};
 
 pub use agent::{Agent, AgentCopy, AgentTask, ended, greeting, listening, notice};
-pub use departure::Departure;
 use disks::DisksToJudge;
 pub use disks::{CopiedDisk, DiskPolicy, DiskToken};
 pub use error::Error;
 pub use frames::{FramePassing, FrameReceiver};
-pub use guest::{DepartingGuest, Fit};
+pub use guest::{DepartingGuest, Departure, Fit};
 pub use host::{Arrival, RemoteHost, SessionTimeouts, SshTarget};
 pub use protection::AgentStandby;
 

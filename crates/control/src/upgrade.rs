@@ -17,7 +17,6 @@
 
 mod command_line;
 mod error;
-mod memory;
 mod old;
 
 use std::ffi::OsString;
@@ -119,8 +118,8 @@ pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Er
     let old = OldQemu::examine(&options.old, cancel)?;
     let host = host_arguments(options, &old)?;
     let version = QemuVersion::of_binary(&host)?;
-    let (image, image_lock) = memory::image(&old)?.unzip();
-    let memory = memory::shared(&old.backends, options.memory, version)?;
+    let (image, image_lock) = old::image(&old)?.unzip();
+    let memory = old::shared_memory(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
     let context = OldQemuFacts {
         version,

@@ -7,8 +7,7 @@ use towline_image::Image;
 use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
-use super::common::{Action, View, end, report_garbage, verify_each};
-use super::row::{Row, report_rows};
+use super::common::{Action, Row, View, end, report_garbage, report_rows, verify_each};
 use crate::events::{DiskSpace, ImageContent, Object};
 use crate::exit::Exit;
 use crate::inspect::VERIFY_THREADS;

@@ -5,8 +5,7 @@ use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_image::store::{Catalog, CatalogEntry, Error, Location, StoredImage, VerifiedChunks, is_image};
 
-use super::common::{View, end, verify_each};
-use super::row::{Row, report_rows};
+use super::common::{Row, View, end, report_rows, verify_each};
 use crate::errors;
 use crate::events::{DiskSpace, ImageContent};
 use crate::exit::Exit;

@@ -9,7 +9,6 @@
 //! ```
 
 mod attempt;
-mod checks;
 mod decision;
 mod mirrors;
 mod process;
@@ -23,8 +22,8 @@ use towline_channel::Cancel;
 use crate::arbiter::Claimant;
 use crate::waits::{Woken, wait};
 use attempt::{Attempt, AttemptEnd};
-pub(super) use checks::check_departing;
 use decision::Keeper;
+pub(super) use request::check_departing;
 pub use request::{Checkpoints, Error, ProtectEnd, ProtectObserver, ProtectRequest, Times};
 
 /// Time before the guest is protected again, and its maximum.

@@ -1,18 +1,20 @@
-//! The end of a guest's protection, in its QEMU.
+//! The end of a guest's protection, in its QEMU, also of one whose keeper was killed.
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState};
 
 use super::connection::Qemu;
-use super::error::Error;
-use super::left_ferry::{end_ferry, ferry_lives};
-use super::repair::RecordOutcome;
+use super::error::{Error, RecordOutcome};
 use crate::arbiter::{Claim, Stake};
 use crate::cards::HoldingCards;
-use crate::journal::ProtectionRecord;
+use crate::journal::{ProtectionRecord, RuntimeDirectory, leftover_protection};
+use crate::process::has_exited;
+use crate::procfs::start_time;
 
 /// Time for the guest to run.
 const RUNS_WITHIN: Duration = Duration::from_secs(60);
@@ -85,5 +87,28 @@ impl Qemu {
             Ok(()) => Ok(vec!["the guest is not protected any more, and its output goes".into()]),
             Err(error) => Err(format!("the guest's output is held: {error}; see that its card runs")),
         })
+    }
+}
+
+/// Ends the ferry that a killed keeper has left in the QEMU of this monitor. A ferry that hangs while QEMU sends to it keeps QEMU's monitor from replying, so that it
+/// is found by its journal alone.
+pub(super) fn end_left_ferry(monitor: &Path) {
+    let protection = RuntimeDirectory::open().ok().and_then(|found| leftover_protection(&found, monitor));
+    protection.iter().for_each(end_ferry);
+}
+
+/// Returns true if the ferry has outlived its keeper.
+fn ferry_lives(record: &ProtectionRecord) -> bool {
+    // It is killed: a process that is not known to be it is another one.
+    start_time(record.ferry_pid).is_ok_and(|found| found == record.ferry_start_time)
+        && !has_exited(record.ferry_pid, record.ferry_start_time)
+}
+
+/// Ends a ferry that has outlived its keeper.
+fn end_ferry(record: &ProtectionRecord) {
+    if ferry_lives(record)
+        && let Some(pid) = Pid::from_raw(record.ferry_pid)
+    {
+        let _ = kill_process(pid, Signal::KILL);
     }
 }

@@ -132,3 +132,6 @@ impl fmt::Display for RepairReport {
         Ok(())
     }
 }
+
+/// Result of undoing one change: undone or obsolete, as these texts describe, or not undone, for this reason.
+pub(super) type RecordOutcome = Result<Vec<String>, String>;

@@ -16,10 +16,10 @@ use towline_compat::facts::IncomingState;
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Cont, Migrate, MigrationInfo, MigrationStatus, RunState};
 
+use super::checkpoints::end_left_ferry;
 use super::connection::Qemu;
 use super::device_tree::qom_children;
-use super::error::{Error, RepairReport};
-use super::left_ferry::end_left_ferry;
+use super::error::{Error, RecordOutcome, RepairReport};
 use super::migration::MIGRATION_CLEANUP_TIMEOUT;
 use super::settings::Change;
 use crate::journal::{
@@ -39,9 +39,6 @@ const IN_PROGRESS: [MigrationStatus; 2] = [MigrationStatus::ACTIVE, MigrationSta
 /// Time for a device that was unplugged to be freed.
 const PLUG_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-
-/// Result of undoing one change: undone or obsolete, as these texts describe, or not undone, for this reason.
-pub(super) type RecordOutcome = Result<Vec<String>, String>;
 
 impl RepairReport {
     fn add(&mut self, entry: &JournalEntry, outcome: RecordOutcome) {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
+use towline_channel::Address;
 use towline_compat::facts::{QemuDevice, QemuFacts, Subject};
 use towline_compat::{Facts, Pair, Report, evaluate};
 use towline_launch::{HostMap, Overlay, Recorded, Setting};
@@ -16,7 +17,7 @@ use super::frames::{Card, FramePassing};
 use super::{Error, NewGuest, Place, qemu_of};
 use crate::check::PlannedTransfer;
 use crate::generations::ManagedGuest;
-use crate::plan::{self, CopyRequest, Direct, Observer, SHARED_CAPABILITIES};
+use crate::plan::{self, CopyRequest, Destination, Direct, Observer, SHARED_CAPABILITIES, Tls};
 use crate::qemu::Qemu;
 use crate::upgrade::base_name;
 
@@ -248,5 +249,36 @@ pub(super) fn of_two_hosts<'a>(source: &'a Facts, destination: &'a Facts, lanes:
         is_live: true,
         is_one_host: false,
         copies_disks: false,
+    }
+}
+
+/// An image that another host sends.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Departure {
+    /// Where it listens.
+    pub address: Address,
+    /// Keys of both ends.
+    pub tls: Tls,
+    /// Facts about the guest; none of an image in a store.
+    pub(super) facts: Option<Facts>,
+}
+
+impl Departure {
+    /// Refuses a guest that would not run in the QEMU of this destination, and passes other findings on as notices.
+    ///
+    /// # Errors
+    /// [`plan::Error::DoesNotFit`]; the QEMU does not reply.
+    pub fn check(
+        &self,
+        destination: &Destination,
+        lanes: usize,
+        observer: &dyn Observer,
+    ) -> Result<(), plan::Error> {
+        let (Some(guest), Destination::Qmp(socket)) = (&self.facts, destination) else { return Ok(()) };
+        let mut qemu = Qemu::inspect(socket, &qmp::Options::default())?;
+        let here = Subject::Qemu(Box::new(qemu.compat_facts()?)).into();
+        let name = || format!("QEMU on {}", socket.display());
+        plan::report_findings(&evaluate(&of_two_hosts(guest, &here, lanes)), name, observer)
     }
 }

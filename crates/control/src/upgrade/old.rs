@@ -1,19 +1,23 @@
-//! The QEMU to replace: its process, its command line, its memory, none of which is changed; and the QEMUs
-//! that earlier upgrades of its guest have left.
+//! The QEMU to replace: its process, its command line, its memory, none of which is changed; the memory of the new QEMU, shared with the
+//! old one, or mapped from the image that the guest runs on; and the QEMUs that earlier upgrades of its guest have left.
 
 use std::ffi::OsStr;
 use std::fmt::Display;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Signal, geteuid, pidfd_send_signal};
 use towline_channel::Cancel;
 use towline_compat::facts::IncomingState;
-use towline_launch::{CommandLine, Confinement, RunningGuest, RuntimeRoot};
+use towline_image::Image;
+use towline_launch::{
+    CommandLine, Confinement, MappedMemory, QemuVersion, RunningGuest, RuntimeRoot, Sharing,
+};
 use towline_qmp::commands::{MigrationStatus, QueryStatus, RunState};
 use towline_qmp::{self as qmp, Client, Options};
 
@@ -21,7 +25,7 @@ use super::error::Error;
 use crate::generations::ManagedGuest;
 use crate::in_place::{self, GuestBackends};
 use crate::moves::{self, MoveEnd};
-use crate::plan;
+use crate::plan::{self, UpgradeMemory};
 use crate::process::Process;
 use crate::qemu::{Qemu, QemuState, generation_id};
 use crate::temporary_names::{self, StagingName};
@@ -31,6 +35,8 @@ use crate::temporary_names::{self, StagingName};
 const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
 /// Suffix that the kernel appends to the name of a replaced program.
 const DELETED: &str = " (deleted)";
+/// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
+const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
 /// Time limit of the greeting and of each reply, where another client may have the monitor.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// The same after a failure, which a user may have caused by Ctrl-C.
@@ -162,6 +168,48 @@ fn read<T>(
 ) -> Result<T, Error> {
     let path = PathBuf::from(format!("/proc/{process}/{name}"));
     read(path.clone()).map_err(|source| Error::Proc { path, source })
+}
+
+/// The image that the old QEMU maps copy-on-write, locked as its readers do. The new one maps it by the same option.
+pub(super) fn image(old: &OldQemu) -> Result<Option<(Arc<Image>, File)>, Error> {
+    let mut private = old.backends.private.iter();
+    let Some((backend, file)) = private.find_map(|one| Some((&one.backend, one.path.as_ref()?))) else {
+        return Ok(None);
+    };
+    let refused = |backend: &str, path: &str, reason: String| Error::PrivateFile {
+        backend: backend.to_owned(),
+        path: path.to_owned(),
+        reason,
+    };
+    if let Some(other) = private.find(|other| other.path.as_ref().is_some_and(|path| path != file)) {
+        let reason = format!("memory of backend {backend:?} is in {file}");
+        return Err(refused(&other.backend, other.path.as_deref().unwrap_or_default(), reason));
+    }
+    let opened = Image::open(&old.working_directory.join(file));
+    let image = Arc::new(opened.map_err(|error| refused(backend, file, error.to_string()))?);
+    let lock = in_place::locked(&image).map_err(|reason| refused(backend, file, reason.to_string()))?;
+    Ok(Some((image, lock)))
+}
+
+/// The shared memory that the new QEMU maps.
+pub(super) fn shared_memory(
+    backends: &GuestBackends,
+    requested: UpgradeMemory,
+    version: QemuVersion,
+) -> Result<MappedMemory, Error> {
+    let anonymous = backends.private.iter().find(|private| private.path.is_none());
+    if let Some(private) = anonymous.filter(|_| requested == UpgradeMemory::InPlace) {
+        let (backend, kind) = (private.backend.clone(), private.kind.clone());
+        return Err(Error::PrivateMemory { backend, kind, reason: private.reason.clone() });
+    }
+    let blocks = match requested {
+        UpgradeMemory::Copied => Vec::new(),
+        UpgradeMemory::InPlace if version < PROVES_SINCE => {
+            return Err(Error::OldTarget { found: version });
+        }
+        UpgradeMemory::InPlace => backends.shared.clone(),
+    };
+    Ok(MappedMemory { blocks, sharing: Sharing::Shared })
 }
 
 // New QEMUs of upgrades whose towline was killed before it recorded a decision.

@@ -9,12 +9,11 @@ use std::time::{Duration, Instant};
 use towline_qmp as qmp;
 
 use super::super::messages::{FromFerry, Lost, Received};
-use super::checks::check_departing;
 use super::decision::Keeper;
 use super::mirrors::DiskMirrors;
 use super::process::{FERRY_ENDED, FerryProcess};
 use super::report::Report;
-use super::request::{Error, ProtectEnd};
+use super::request::{Error, ProtectEnd, check_departing};
 use crate::arbiter::Stake;
 use crate::cards::HoldingCards;
 use crate::generations::ManagedGuest;
