@@ -199,7 +199,15 @@ impl Process {
 
     /// Process id, if it is identified.
     pub fn pid(&self) -> Option<i32> {
-        self.identity().map(|(pid, _)| pid)
+        self.known_pid().ok()
+    }
+
+    /// Process id, or the reason for which it is not known.
+    pub(crate) fn known_pid(&self) -> Result<i32, &str> {
+        match self {
+            Self::Known { pid, .. } => Ok(*pid),
+            Self::Unknown { reason } => Err(reason),
+        }
     }
 
     /// Returns true if the process is identified.

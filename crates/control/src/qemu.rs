@@ -29,7 +29,7 @@ pub(crate) use device_tree::{DEVICE_CONTAINERS, QomChild, generation_id, if_know
 pub(crate) use drives::Drive;
 pub use error::{Error, RepairReport, lacks_userfaultfd};
 pub use facts::QemuState;
-pub(crate) use facts::is_disconnected;
+pub(crate) use facts::{is_disconnected, is_live};
 pub(crate) use inventory::Inventory;
 pub(crate) use migration::MIGRATION_CLEANUP_TIMEOUT;
 pub(crate) use mirror::{Mirror, MirrorFailure, MirrorProgress, is_complete};

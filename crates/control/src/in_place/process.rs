@@ -11,7 +11,7 @@ use rustix::process::getpid;
 use super::TransferReason;
 use super::file_id::FileId;
 use super::maps::{self, Detail, MapsEntry};
-use crate::qemu::{Process, Qemu};
+use crate::qemu::Qemu;
 
 /// The mappings of a QEMU's process, once read.
 pub(super) struct Mappings {
@@ -22,10 +22,8 @@ pub(super) struct Mappings {
 
 impl Mappings {
     pub(super) fn of(qemu: &Qemu, detail: Detail) -> Self {
-        let process = match qemu.process() {
-            Process::Known { pid, .. } => Ok(*pid),
-            Process::Unknown { reason } => Err(TransferReason::UnknownProcess { why: reason.clone() }),
-        };
+        let process = qemu.process().known_pid();
+        let process = process.map_err(|why| TransferReason::UnknownProcess { why: why.to_owned() });
         Self { process, detail, read: OnceCell::new() }
     }
 

@@ -3,36 +3,6 @@
 use super::{Decision, ListedMove, MoveEnd, MoveRecord, Role};
 use crate::switchover::{AtDestination, AtSource, Choice, GuestState, Refusal, Side, ToDo};
 
-/// Describes what is undecided of a move, by its record.
-pub(super) fn undecided(record: &MoveRecord) -> String {
-    let (source, destination) = (&record.source, &record.destination);
-    match (record.stage, record.role) {
-        (Decision::Commit, _) => format!(
-            "{destination} was sent everything, and may run the guest; {source} is stopped, or has it back if its migration failed"
-        ),
-        (Decision::Acknowledge, Role::Destination) => format!(
-            "{destination} holds the guest, paused; it is not known whether its source, reached by {source}, is done with it"
-        ),
-        (Decision::Acknowledge, Role::Source) => format!(
-            "{destination} holds the guest, paused, and did not get the outcome; {source} is done with it, or has it back if its migration failed"
-        ),
-        (Decision::Acknowledge, Role::Both) => {
-            format!(
-                "{destination} holds the guest, paused; it is not known yet whether {source} is done with it"
-            )
-        }
-        (Decision::Complete, _) => format!(
-            "{source} is done with the guest, and the towline at {destination} is sent that: it is not known whether it runs there"
-        ),
-        (Decision::Run, _) => {
-            format!(
-                "{source} is done with the guest, and {destination} is being started: it is not known whether it runs"
-            )
-        }
-        (Decision::Left, _) => left(record),
-    }
-}
-
 /// Notice of a command that leaves a move undecided: the commands that finish it.
 pub(crate) fn notice(record: &MoveRecord, guest: GuestState) -> String {
     let id = &record.id;
@@ -173,7 +143,33 @@ pub(super) fn only_side(record: &MoveRecord) -> Option<Side> {
 impl ListedMove {
     /// A sentence that describes what is undecided.
     pub fn undecided(&self) -> String {
-        undecided(&self.record)
+        let record = &self.record;
+        let (source, destination) = (&record.source, &record.destination);
+        match (record.stage, record.role) {
+            (Decision::Commit, _) => format!(
+                "{destination} was sent everything, and may run the guest; {source} is stopped, or has it back if its migration failed"
+            ),
+            (Decision::Acknowledge, Role::Destination) => format!(
+                "{destination} holds the guest, paused; it is not known whether its source, reached by {source}, is done with it"
+            ),
+            (Decision::Acknowledge, Role::Source) => format!(
+                "{destination} holds the guest, paused, and did not get the outcome; {source} is done with it, or has it back if its migration failed"
+            ),
+            (Decision::Acknowledge, Role::Both) => {
+                format!(
+                    "{destination} holds the guest, paused; it is not known yet whether {source} is done with it"
+                )
+            }
+            (Decision::Complete, _) => format!(
+                "{source} is done with the guest, and the towline at {destination} is sent that: it is not known whether it runs there"
+            ),
+            (Decision::Run, _) => {
+                format!(
+                    "{source} is done with the guest, and {destination} is being started: it is not known whether it runs"
+                )
+            }
+            (Decision::Left, _) => left(record),
+        }
     }
 
     /// Commands to run, and other advice.
@@ -207,9 +203,9 @@ mod tests {
             [Decision::Commit, Decision::Acknowledge, Decision::Complete, Decision::Run, Decision::Left]
         {
             let record = record(running(), peer()).at_stage(stage);
-            let text = undecided(&record);
-            assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
             let listed = ListedMove { record, owner: None, exited: Vec::new(), changed: Vec::new() };
+            let text = listed.undecided();
+            assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
             let expected = match stage {
                 Decision::Left => {
                     "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()

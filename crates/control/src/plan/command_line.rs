@@ -6,7 +6,6 @@ use towline_image::QemuProcess;
 use towline_image::manifest::COMMAND_LINE_BYTES_MAX;
 use towline_launch::{CommandLine, ParseError, Recorded};
 
-use crate::process::Process;
 use crate::qemu::{self, Qemu};
 
 /// Reason that the command line of a QEMU is not recorded with the image of its guest.
@@ -30,12 +29,8 @@ pub enum CommandLineRecordError {
 
 /// The command line of a QEMU, without secrets and without the options of its process, and with the files that its drives have now.
 pub(super) fn recorded(qemu: &mut Qemu) -> Result<Recorded, CommandLineRecordError> {
-    let pid = match qemu.process() {
-        Process::Known { pid, .. } => *pid,
-        Process::Unknown { reason } => {
-            return Err(CommandLineRecordError::UnknownProcess { reason: reason.clone() });
-        }
-    };
+    let unknown = |reason: &str| CommandLineRecordError::UnknownProcess { reason: reason.to_owned() };
+    let pid = qemu.process().known_pid().map_err(unknown)?;
     let failed = |source| CommandLineRecordError::CommandLine { pid, source };
     let mut command_line = CommandLine::of_process(pid.cast_unsigned()).map_err(failed)?;
     let directory = qemu.working_directory();

@@ -26,7 +26,7 @@ use super::error::Error;
 use super::error_origin;
 use super::preflight::uuid_bytes;
 use super::private_dir::{PrivateDir, QemuLink};
-use crate::qemu::{AppliedSettings, MigrationSettings, Qemu, QemuState};
+use crate::qemu::{AppliedSettings, MigrationSettings, Qemu, QemuState, is_live};
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 pub(super) use postcopy::{BREAK_AFTER, RECOVER_INTERVAL};
 
@@ -348,11 +348,6 @@ impl QmpDestination {
         tracing::debug!(%error, "the destination failed");
         self.failed(reason)
     }
-}
-
-/// Returns true if the guest runs, or is suspended and wakes up by itself.
-pub(super) fn is_live(status: &Status) -> bool {
-    status.running || status.status == RunState::SUSPENDED
 }
 
 /// Capabilities of every destination, if this QEMU knows them.

@@ -230,6 +230,11 @@ fn netdevs(text: &str) -> Vec<Netdev> {
     text.lines().filter_map(netdev).collect()
 }
 
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
+pub(crate) fn is_live(status: &Status) -> bool {
+    status.running || status.status == RunState::SUSPENDED
+}
+
 /// Returns true if the chardev with this label is not connected, by the reply to `query-chardev`.
 pub(crate) fn is_disconnected(chardevs: &Value, label: &str) -> bool {
     chardevs.as_array().into_iter().flatten().any(|chardev| {

@@ -26,8 +26,7 @@ use crate::generations::ManagedGuest;
 use crate::in_place::{self, GuestBackends};
 use crate::moves::{self, MoveEnd};
 use crate::plan::{self, UpgradeMemory};
-use crate::process::Process;
-use crate::qemu::{Qemu, QemuState, generation_id};
+use crate::qemu::{Qemu, QemuState, generation_id, is_live};
 use crate::temporary_names::{self, StagingName};
 
 /// Namespaces in which `/proc` and the paths of the old QEMU have the same meaning here. The others are
@@ -78,12 +77,9 @@ impl OldQemu {
         if let Some(guest) = ManagedGuest::of_qemu(&qemu)? {
             return Err(guest.refuse().into());
         }
-        let pid = match qemu.process() {
-            Process::Known { pid, .. } => *pid,
-            Process::Unknown { reason } => {
-                return Err(Error::UnknownProcess { socket, reason: reason.clone() });
-            }
-        };
+        let unknown =
+            |reason: &str| Error::UnknownProcess { socket: socket.clone(), reason: reason.to_owned() };
+        let pid = qemu.process().known_pid().map_err(unknown)?;
         let confinement = confinement(pid.cast_unsigned())?;
         check_user(pid, &confinement)?;
         NAMESPACES.into_iter().try_for_each(|namespace| check_namespace(pid, namespace))?;
@@ -131,9 +127,8 @@ fn options(timeout: Duration) -> Options {
 
 /// Returns true if no other QEMU can have run the guest: it runs here, or is paused and was not sent.
 fn has_guest(facts: &QemuState) -> bool {
-    let state = &facts.status.status;
     let is_sent = facts.migration.status == Some(MigrationStatus::COMPLETED);
-    facts.status.running || *state == RunState::SUSPENDED || *state == RunState::PAUSED && !is_sent
+    is_live(&facts.status) || facts.status.status == RunState::PAUSED && !is_sent
 }
 
 fn is_qemu(name: &OsStr) -> bool {

@@ -7,7 +7,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
 use super::super::{Error, MoveEnd, MoveRecord};
-use crate::qemu::{self, Qemu};
+use crate::qemu::{self, Qemu, is_live};
 use crate::switchover::{DestinationStatus, FinalRunState, RunFailure, SourceStatus};
 
 /// Timeout for a guest to run after `cont`.
@@ -214,9 +214,4 @@ fn failure_of(error: &qemu::Error) -> RunFailure {
 /// Returns true if the guest can be started, and was stopped by a command only.
 fn is_ready(status: &Status) -> bool {
     [RunState::PAUSED, RunState::PRELAUNCH].contains(&status.status)
-}
-
-/// Returns true if the guest runs, or is suspended and wakes up by itself.
-fn is_live(status: &Status) -> bool {
-    status.running || status.status == RunState::SUSPENDED
 }

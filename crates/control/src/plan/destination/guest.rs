@@ -6,7 +6,8 @@ use towline_qmp::commands::{RemoveFd, RunState};
 
 use super::super::error::Error;
 use super::super::error_origin;
-use super::{ENDED_TIMEOUT, HeldGuest, LOADED_TIMEOUT, POLL_INTERVAL, QmpDestination, StartFailure, is_live};
+use super::{ENDED_TIMEOUT, HeldGuest, LOADED_TIMEOUT, POLL_INTERVAL, QmpDestination, StartFailure};
+use crate::qemu::is_live;
 use crate::switchover::StartResult;
 
 impl QmpDestination {

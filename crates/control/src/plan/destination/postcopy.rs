@@ -16,6 +16,7 @@ use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
 use super::{QmpDestination, RecoveryState};
+use crate::qemu::is_live;
 use crate::switchover::{DestinationStatus, FinalRunState, StartResult};
 
 /// Delay before a QEMU that has not noticed the loss of its connection is notified.
@@ -183,20 +184,20 @@ impl QmpDestination {
     pub(in super::super) fn start_if_loaded(&mut self) -> Result<StartResult, Error> {
         let status = self.qemu.try_query(|qemu| qemu.status()).ok().flatten();
         match status {
-            Some(status) if super::is_live(&status) => return Ok(StartResult::Live),
+            Some(status) if is_live(&status) => return Ok(StartResult::Live),
             Some(status) if status.status == RunState::PAUSED => {}
             Some(_) | None => return Ok(StartResult::NotSent),
         }
         self.qemu.try_query(|qemu| qemu.cont())?;
         let status = self.qemu.try_query(|qemu| qemu.status())?;
-        let runs = status.is_some_and(|status| super::is_live(&status));
+        let runs = status.is_some_and(|status| is_live(&status));
         Ok(if runs { StartResult::Live } else { StartResult::Unknown })
     }
 
     /// Returns an error if the guest does not run.
     pub(in super::super) fn check_running(&mut self) -> Result<(), Error> {
         let status = self.qemu.status()?;
-        if super::is_live(&status) {
+        if is_live(&status) {
             return Ok(());
         }
         Err(self.not_running(&status))
