@@ -117,6 +117,14 @@ impl Facts {
         text
     }
 
+    /// Facts about a QEMU, if it is the subject.
+    pub fn qemu(&self) -> Option<&QemuFacts> {
+        match &self.subject {
+            Subject::Qemu(qemu) => Some(qemu),
+            _ => None,
+        }
+    }
+
     fn check(&self) -> Result<(), Error> {
         match &self.subject {
             Subject::Qemu(qemu) => qemu.check(),

@@ -36,8 +36,6 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use towline_compat::Facts;
-use towline_compat::facts::{QemuFacts, Subject};
 use towline_launch::GuestGenerations;
 use towline_migration::Compression;
 use towline_qmp::commands::Capability;
@@ -238,14 +236,6 @@ fn compression_of(method: &str, level: u8) -> Result<Compression, CommandError> 
         ("zlib", level @ 0..=Compression::ZLIB_LEVEL_MAX) => Ok(Compression::Zlib { level }),
         ("zstd", level @ 0..=Compression::ZSTD_LEVEL_MAX) => Ok(Compression::Zstd { level }),
         _ => Err(CommandError::generic(format!("compression {method}:{level} is not known"))),
-    }
-}
-
-/// The QEMU that these facts are about.
-fn qemu_of(facts: &Facts) -> Option<&QemuFacts> {
-    match &facts.subject {
-        Subject::Qemu(qemu) => Some(qemu),
-        _ => None,
     }
 }
 

@@ -1,17 +1,13 @@
 //! Guests that QEMU itself refuses to migrate.
 
 use super::Pair;
-use crate::facts::Subject;
 use crate::report::Findings;
 
 /// The device that can be unplugged during a move.
 const VSOCK: &str = "vhost-user-vsock";
 
 pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let of_source: &[String] = match &pair.source.subject {
-        Subject::Qemu(source) => &source.blocked_reasons,
-        _ => &[],
-    };
+    let of_source = pair.source.qemu().map_or(&[][..], |source| &source.blocked_reasons[..]);
     for reason in of_source {
         let remedy = if reason.contains(VSOCK) {
             "`towline move --detach-vsock` takes it out, and puts it in again there"

@@ -1,17 +1,14 @@
 //! Drives: each may be shared, copied, a different file, missing or locked.
 
 use super::Pair;
-use crate::facts::{Drive, Lock, Subject};
+use crate::facts::{Drive, Lock};
 use crate::report::Findings;
 use crate::size::size_text;
 
 pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };
     let there = destination.drives.as_deref().unwrap_or_default();
-    let guest: &[Drive] = match &pair.source.subject {
-        Subject::Qemu(source) => source.drives.as_deref().unwrap_or_default(),
-        _ => &[],
-    };
+    let guest = pair.source.qemu().and_then(|source| source.drives.as_deref()).unwrap_or_default();
     for drive in guest {
         match there.iter().find(|other| other.device == drive.device) {
             None => findings.note(
@@ -79,7 +76,7 @@ fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
 mod tests {
     use super::super::testing::{between, of};
     use super::*;
-    use crate::facts::{Facts, ImageFacts, QemuFacts};
+    use crate::facts::{Facts, ImageFacts, QemuFacts, Subject};
     use crate::report::Severity;
 
     fn drive(file: &str, lock: Lock) -> Drive {

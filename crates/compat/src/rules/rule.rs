@@ -33,18 +33,12 @@ pub struct Pair<'a> {
 impl<'a> Pair<'a> {
     /// Both sides, if both are QEMUs.
     pub(super) fn qemus(&self) -> Option<(&'a QemuFacts, &'a QemuFacts)> {
-        match (&self.source.subject, &self.destination.subject) {
-            (Subject::Qemu(source), Subject::Qemu(destination)) => Some((source, destination)),
-            _ => None,
-        }
+        self.source.qemu().zip(self.destination.qemu())
     }
 
     /// The QEMU that would take the guest.
     pub(super) fn destination_qemu(&self) -> Option<&'a QemuFacts> {
-        match &self.destination.subject {
-            Subject::Qemu(qemu) => Some(qemu),
-            _ => None,
-        }
+        self.destination.qemu()
     }
 
     /// The guest's machine type, where the source has one.

@@ -1,13 +1,11 @@
 //! The source has a guest, the destination waits for one.
 
 use super::Pair;
-use crate::facts::{IncomingState, Subject};
+use crate::facts::IncomingState;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    if let Subject::Qemu(source) = &pair.source.subject
-        && source.status == "inmigrate"
-    {
+    if pair.source.qemu().is_some_and(|source| source.status == "inmigrate") {
         findings.no("the source waits for a guest itself", "is this the destination?");
     }
     if !pair.is_live {

@@ -26,7 +26,7 @@ use super::waiting::{
 };
 use super::{
     ENDED, Ended, FRAMES, FRAMES_KEY, LISTENING, NewGuest, Place, Prepare, Prepared, Receive, ReceiveDirect,
-    Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of, qemu_of,
+    Receiving, SESSION, SESSION_KEY, SendImage, Sending, compression_of,
 };
 use crate::check::CheckEnd;
 use crate::hex::to_hex;
@@ -139,7 +139,7 @@ impl Agent {
         let (destination, started) = match &request.place {
             Place::Qmp(path) => (Destination::Qmp(path.clone()), None),
             Place::Guest(place) => {
-                let blocks = qemu_of(&guest).filter(|_| place.is_standby).map(|qemu| &qemu.blocks[..]);
+                let blocks = guest.qemu().filter(|_| place.is_standby).map(|qemu| &qemu.blocks[..]);
                 let (monitor, started) = self.start(place, request.disks.copied(), blocks)?;
                 (Destination::Qmp(monitor), Some(started))
             }

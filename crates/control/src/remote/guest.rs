@@ -14,7 +14,7 @@ use towline_qmp::commands::Capability;
 
 use super::disks::{DiskPolicy, WrittenDisk};
 use super::frames::{Card, FramePassing};
-use super::{Error, NewGuest, Place, qemu_of};
+use super::{Error, NewGuest, Place};
 use crate::check::PlannedTransfer;
 use crate::generations::ManagedGuest;
 use crate::plan::{self, CopyRequest, Destination, Direct, Observer, SHARED_CAPABILITIES, Tls};
@@ -145,7 +145,7 @@ impl DepartingGuest {
 
     /// Facts about its QEMU.
     pub(crate) fn qemu(&self) -> Option<&QemuFacts> {
-        qemu_of(&self.facts)
+        self.facts.qemu()
     }
 
     /// Capabilities that are set, and that the other QEMU needs as well.

@@ -20,7 +20,7 @@ use super::error::{Error, SSH_FAILED};
 use super::frames::{self, FramePassing};
 use super::{
     DepartingGuest, Departure, ENDED, Ended, FRAMES, FRAMES_KEY, Fit, LISTENING, NOTICE, Place, Prepare,
-    Receive, ReceiveDirect, SESSION, SESSION_KEY, SendImage, level, qemu_of,
+    Receive, ReceiveDirect, SESSION, SESSION_KEY, SendImage, level,
 };
 use crate::hex::{from_hex, to_hex};
 use crate::journal::milliseconds;
@@ -223,7 +223,7 @@ impl RemoteHost {
 
     /// Source and destination of a guest that goes there.
     pub fn hosts_of(&self, guest: &DepartingGuest, fit: &Fit) -> [HostFacts; 2] {
-        let version = |facts| qemu_of(facts).map(|qemu| qemu.version.clone());
+        let version = |facts: &Facts| facts.qemu().map(|qemu| qemu.version.clone());
         let there = fit.facts.as_ref().and_then(version);
         [own_facts(version(&guest.facts)), HostFacts { qemu: there, ..self.facts.clone() }]
     }
