@@ -1,4 +1,4 @@
-//! The command line: one file for each command, and what several commands share. This module reads its
+//! The command line: one file for each command, or a few that belong together, and what several commands share. This module reads its
 //! arguments only.
 
 /// Endpoints and exit status of `copy` and `move`, as a literal for `concat!`.
@@ -47,7 +47,6 @@ mod check;
 mod common;
 mod copy;
 mod ctl;
-mod fork;
 mod generate;
 mod guest;
 mod inspect;
@@ -61,7 +60,6 @@ mod remote;
 mod repair;
 mod run;
 mod standby;
-mod status;
 mod store;
 mod transfer;
 mod upgrade;
@@ -78,7 +76,6 @@ pub(crate) use common::{
 use common::{MORE, key_and_value, zero_copy_send};
 pub(crate) use copy::{CopyArgs, DiskArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
-pub(crate) use fork::ForkArgs;
 pub(crate) use generate::{CompletionsArgs, ManArgs};
 pub(crate) use guest::{GuestSpec, read as read_guests};
 pub(crate) use inspect::InspectArgs;
@@ -90,9 +87,8 @@ pub(crate) use protect::{Epoch, FerryArgs, ProtectArgs};
 pub(crate) use record::RecordArgs;
 pub(crate) use remote::{AgentArgs, HostArgs, SshArgs};
 pub(crate) use repair::RepairArgs;
-pub(crate) use run::{PsArgs, RunArgs, StartArgs};
+pub(crate) use run::{ForkArgs, PsArgs, RunArgs, StartArgs, StatusArgs};
 pub(crate) use standby::StandbyArgs;
-pub(crate) use status::StatusArgs;
 pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 pub(crate) use transfer::TransferArgs;
 pub(crate) use upgrade::UpgradeArgs;

@@ -5,23 +5,27 @@
 //! copy is a separate process, so every line belongs to it and begins with its id, which is in the first JSON
 //! event too. Warnings and errors have a budget for each place in the code that writes them.
 
-mod budget;
-
+use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::IsTerminal as _;
-use std::time::Instant;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use tracing::callsite::Identifier;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use self::budget::LineBudget;
 use crate::console;
+use crate::lock::lock;
 
+/// Maximum number of lines of one kind in an interval.
+const LINES_MAX: u64 = 50;
+const INTERVAL: Duration = Duration::from_secs(10);
 /// Variable of the filter.
 const VARIABLE: &str = "TOWLINE_LOG";
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
@@ -113,6 +117,33 @@ where
             return writeln!(writer);
         };
         format.format_event(context, writer, event)
+    }
+}
+
+/// Budget of lines of each kind, which is the place in the code that writes them. Guests, frontends and clients of a device can cause
+/// warnings without end, which would fill the host's disk and hide the lines of others.
+#[derive(Debug, Default)]
+struct LineBudget(Mutex<HashMap<Identifier, LogWindow>>);
+
+/// Lines of one kind in the present interval.
+#[derive(Debug)]
+struct LogWindow {
+    since: Instant,
+    lines: u64,
+}
+
+impl LineBudget {
+    /// Counts a line. Returns the number of lines of its kind that were suppressed before it; `None` if it is suppressed too.
+    fn admit(&self, kind: Identifier, now: Instant) -> Option<u64> {
+        let mut windows = lock(&self.0);
+        let window = windows.entry(kind).or_insert(LogWindow { since: now, lines: 0 });
+        let mut suppressed = 0;
+        if now.saturating_duration_since(window.since) >= INTERVAL {
+            suppressed = window.lines.saturating_sub(LINES_MAX);
+            *window = LogWindow { since: now, lines: 0 };
+        }
+        window.lines += 1;
+        (window.lines <= LINES_MAX).then_some(suppressed)
     }
 }
 

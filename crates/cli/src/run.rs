@@ -1,7 +1,6 @@
 //! `towline run` and `towline fork`: guests from an image, or from a guest that runs, in QEMUs that
 //! `towline_control::run` starts and supervises.
 
-mod refusal;
 mod report;
 
 use std::time::Instant;
@@ -10,8 +9,8 @@ use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_control::run::{
-    self, CommandLineTrust, Disks, Download, FirstState, GuestStart, ImageLocation, MemoryRequest, Networks,
-    Notice, PrepareContext, RunOptions, Running,
+    self, CommandLineTrust, Disks, Download, Error, FirstState, GuestStart, ImageLocation, MemoryRequest,
+    Networks, Notice, PrepareContext, RunOptions, Running,
 };
 use towline_launch::{HostArguments, Lifetime, RuntimeRoot};
 
@@ -19,12 +18,12 @@ use crate::args::{ForkArgs, RunArgs, StartArgs};
 use crate::command_line::quoted;
 use crate::ctl;
 use crate::endpoint::Endpoint;
-use crate::events::{FinalEvent, InterimEvent};
+use crate::errors;
+use crate::events::{FinalEvent, InterimEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::size;
-use refusal::refused;
 use report::{RunReport, supervise};
 
 /// The QEMU that runs an image, unless another one is given.
@@ -103,6 +102,26 @@ fn attempt(
         look_after(running, cancel, reporter)?
     };
     Ok(reporter.result(FinalEvent::Run { guests: count }, ended.max(restored)))
+}
+
+/// Reports that no guest was started.
+fn refused(reporter: &Reporter, error: &Error) -> Exit {
+    let (exit, reason) = classified(error);
+    reporter.failed(&errors::worded(error), reason, exit)
+}
+
+/// Returns the exit status, and the identifier of the reason.
+fn classified(error: &Error) -> (Exit, Reason) {
+    match error {
+        Error::NoCommandLine { .. }
+        | Error::NoCacheDirectory
+        | Error::NoStores { .. }
+        | Error::Name(_)
+        | Error::Variable(_) => (Exit::Usage, Reason::Usage),
+        Error::Image(_) => (Exit::Failed, Reason::Image),
+        Error::CommandLine(_) | Error::Refused(_) => (Exit::Failed, Reason::CommandLine),
+        _ => (Exit::Failed, Reason::Other),
+    }
 }
 
 /// A guest that is run from an image of a record.
@@ -230,5 +249,24 @@ fn download_text(download: &Download) -> String {
             size(*bytes)
         ),
         Download::Awaits { path } => format!("{} is made by another towline", path.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_the_option_that_changes_them() {
+        let name = "a b".parse::<towline_launch::GuestName>().unwrap_err();
+        for (error, remedy, exit) in [
+            (Error::NoCommandLine { image: "a.img".into() }, "after --", Exit::Usage),
+            (Error::NoCacheDirectory, "--cache-dir", Exit::Usage),
+            (Error::Name(name), "--name", Exit::Usage),
+            (Error::Cache { directory: "a".into(), reason: "b".into() }, "--cache-dir", Exit::Failed),
+            (Error::NotMapped { image: "a".into(), reason: "b".into() }, "leave --share out", Exit::Failed),
+        ] {
+            assert!(errors::worded(&error).contains(remedy) && classified(&error).0 == exit, "{error}");
+        }
     }
 }

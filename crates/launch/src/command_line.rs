@@ -9,15 +9,14 @@
 //! error, because it is unknown if it takes a value.
 
 mod error;
-mod excerpt;
 mod properties;
 mod size;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 
+pub(crate) use error::excerpt;
 pub use error::{ParseError, ValueError};
-pub(crate) use excerpt::excerpt;
 pub use properties::{Properties, Property};
 pub use size::parse_size;
 

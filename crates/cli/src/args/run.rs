@@ -1,4 +1,4 @@
-//! `towline run` and `towline ps`.
+//! `towline run`, `towline fork`, `towline ps` and `towline status`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -129,4 +129,64 @@ pub(crate) struct PsArgs {
 
 fn name(text: &str) -> Result<GuestName, String> {
     text.parse().map_err(|error| errors::worded(&error))
+}
+
+/// Fork a running guest: start copies of it, each as it is at one instant, while it runs on
+///
+/// The guest is stopped for as long as the pages that it has written since its start are read, and its devices are saved. Its forks
+/// map the image that it was started from, as it does, and get those pages. So it must run on an image, as a guest of `towline run` does.
+///
+/// Each disk that it writes stays as it is at that instant: the guest continues in a qcow2 overlay of it, and each fork in another one. The
+/// forks' network cards are connected to nothing, with their link down, unless --set gives them a network.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  Run a guest of an image, and fork it once it is ready:
+    towline run guest.img --name web --detach
+    towline fork web --detach
+  Ten forks, each with its own serial port:
+    towline fork web --count 10 --name job --detach \\
+      --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
+  A fork with its card in another bridge:
+    towline fork web --set netdev.net0.br=br-test
+  A fork to look at, which does not run:
+    towline fork web --name then --paused --detach
+
+Exit status: 0 all forks ran and have ended, by themselves or by Ctrl-C, or run with --detach; 1
+refused, failed, or a QEMU ended with an error; the guest runs on; 2 usage.")]
+pub(crate) struct ForkArgs {
+    /// Guest that runs: its name (`towline ps`), or qmp:PATH
+    #[arg(value_name = "GUEST")]
+    pub(crate) guest: PathBuf,
+    /// Leave the forks paused, until `towline ctl NAME cont`
+    #[arg(long)]
+    pub(crate) paused: bool,
+    /// Leave the forks in the networks of the guest, in which they have its addresses
+    #[arg(long)]
+    pub(crate) same_network: bool,
+    /// Directory of the overlays of disks [default: that of the image]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) overlay_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) start: StartArgs,
+}
+
+/// Print whether a guest runs, by the exit status
+///
+/// Asks QEMU's monitor if it answers within a second, and otherwise inspects the processes, so another client
+/// of the monitor does not matter. Changes nothing. Exit status: 0 running; 1 failed; 2 usage; 4 unknown: its
+/// QEMU lives, and its monitor is held by another client or does not answer; 5 paused; 6 the QEMU waits for a
+/// guest; 7 the QEMU has ended; 8 there is no such guest.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline status web
+  towline status --json qmp:/run/vm/a.qmp
+")]
+pub(crate) struct StatusArgs {
+    /// Name of a guest of `towline run`, or the QMP socket of a QEMU: qmp:PATH or PATH
+    #[arg(value_name = "GUEST")]
+    pub(crate) guest: PathBuf,
+    #[command(flatten)]
+    pub(crate) output: Output,
 }

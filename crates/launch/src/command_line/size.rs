@@ -1,6 +1,6 @@
 //! Sizes as QEMU writes them.
 
-use super::error::ValueError;
+use super::error::{ValueError, excerpt};
 
 /// Parses a size of whole bytes: a number with the suffix `B`, `K`, `M`, `G`, `T`, `P` or `E` (powers of
 /// 1024), decimal or `0x…`. A number without one is in `unit` bytes. Fractions (`1.5G`) are accepted where
@@ -11,7 +11,7 @@ use super::error::ValueError;
 /// # Errors
 /// [`ValueError::Size`].
 pub fn parse_size(text: &str, unit: u64) -> Result<u64, ValueError> {
-    parse(text, unit).ok_or_else(|| ValueError::Size { found: super::excerpt::excerpt(text) })
+    parse(text, unit).ok_or_else(|| ValueError::Size { found: excerpt(text) })
 }
 
 fn parse(text: &str, unit: u64) -> Option<u64> {
