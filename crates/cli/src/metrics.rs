@@ -16,7 +16,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
-use towline_control::statistics::{Metric, StatsObject, StatsSource, StatsType, StatsUnit};
+use towline_control::statistics::{Metric, StatsObject, StatsSource, StatsType, StatsUnit, one_of_each_kind};
 
 use crate::lock::lock;
 
@@ -178,16 +178,9 @@ fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
 
 /// Formats the statistics: a metric family for each number, with a sample for each object of its kind.
 fn exposition(objects: &[StatsObject]) -> String {
-    let mut kinds: Vec<&StatsObject> = Vec::new();
-    for object in objects {
-        if kinds.iter().all(|kind| kind.kind != object.kind) {
-            kinds.push(object);
-        }
-    }
     let mut text = String::new();
-    for (kind, metric) in
-        kinds.into_iter().flat_map(|kind| kind.metrics.iter().map(|metric| (kind.kind, metric)))
-    {
+    let kinds = one_of_each_kind(objects).into_iter();
+    for (kind, metric) in kinds.flat_map(|kind| kind.metrics.iter().map(|metric| (kind.kind, metric))) {
         let name = family(kind, metric);
         let metric_type = if is_counter(metric) { "counter" } else { "gauge" };
         // Writing to a string cannot fail.

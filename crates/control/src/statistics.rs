@@ -136,6 +136,17 @@ pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> 
     Ok(objects.iter().filter(|object| target.is_none_or(|target| object.kind == target)).map(one).collect())
 }
 
+/// The first object of each kind, whose metrics all objects of that kind have.
+pub fn one_of_each_kind(objects: &[StatsObject]) -> Vec<&StatsObject> {
+    let mut kinds: Vec<&StatsObject> = Vec::new();
+    for object in objects {
+        if kinds.iter().all(|kind| kind.kind != object.kind) {
+            kinds.push(object);
+        }
+    }
+    kinds
+}
+
 /// Executes `query-stats-schemas`.
 pub(crate) fn schemas(
     objects: &[StatsObject],
@@ -145,17 +156,11 @@ pub(crate) fn schemas(
     if text_argument(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
         return Ok(json!([]));
     }
-    let mut kinds: Vec<&StatsObject> = Vec::new();
-    for object in objects {
-        if kinds.iter().all(|kind| kind.kind != object.kind) {
-            kinds.push(object);
-        }
-    }
-    let schema = |object: &&StatsObject| {
+    let schema = |object: &StatsObject| {
         let stats: Value = object.metrics.iter().map(Metric::schema).collect();
         json!({ "provider": PROVIDER, "target": object.kind, "stats": stats })
     };
-    Ok(kinds.iter().map(schema).collect())
+    Ok(one_of_each_kind(objects).into_iter().map(schema).collect())
 }
 
 /// Refuses arguments that a command does not have.
