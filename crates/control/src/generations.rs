@@ -54,7 +54,6 @@ pub struct Holder {
 
 /// Error of generations.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// A file cannot be read or written.
     #[error("generations of the guest: {}: {source}; check the shared storage", path.display())]

@@ -81,7 +81,6 @@ pub enum MappingKind {
 
 /// Proof that the memory of a block is at the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct Mapped {
     /// Name of the block.
     pub block: String,
@@ -93,7 +92,6 @@ pub struct Mapped {
 
 /// A block whose pages must be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct TransferredBlock {
     /// Name of the block.
     pub block: String,

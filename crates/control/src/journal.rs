@@ -49,7 +49,6 @@ pub(crate) const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Error of a journal.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// Another towline owns it.
     #[error(

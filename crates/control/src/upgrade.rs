@@ -93,7 +93,6 @@ pub struct Reversible {
 
 /// A guest that continues in another QEMU.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct Upgraded {
     /// Report of the move.
     pub report: CopyReport,

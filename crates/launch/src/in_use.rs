@@ -29,7 +29,6 @@ pub struct Start<'a> {
 
 /// A resource that only one guest can have. Each error names the setting that changes it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum InUse {
     /// Two guests would have the same.
     #[error("{first} and {second} would both use {what}; set {setting} with {{n}} in its value")]

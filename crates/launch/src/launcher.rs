@@ -102,7 +102,6 @@ pub struct RunningQemu {
 
 /// A QEMU that did not start.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LaunchError {
     /// The guest's directory cannot be used.
     #[error("{0}")]

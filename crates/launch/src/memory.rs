@@ -64,7 +64,6 @@ pub struct MappedMemory {
 
 /// Memory that cannot be mapped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum MemoryFileError {
     /// QEMU lacks a property of the backend.
     #[error(

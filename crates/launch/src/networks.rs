@@ -34,7 +34,6 @@ pub struct SeparateNetworks {
 
 /// A network that a fork would share with its guest.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SharedNetwork {
     /// It cannot be separated.
     #[error(

@@ -87,7 +87,6 @@ pub struct NewDisk<'a> {
 
 /// Overlays and disks that cannot be made.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum OverlayError {
     /// The disk's format is not given, and guessing it would let the guest choose it.
     #[error("disk {setting}: no overlay is possible without its format; set {setting}.format")]

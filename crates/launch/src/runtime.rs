@@ -92,7 +92,6 @@ pub struct GuestDirectory {
 
 /// A runtime directory that cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum RuntimeError {
     /// A call of the system failed.
     #[error("runtime directory {}: cannot {operation}: {source}; set XDG_RUNTIME_DIR to a directory of this user", path.display())]

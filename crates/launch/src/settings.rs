@@ -22,7 +22,6 @@ pub struct Setting {
 
 /// A setting that cannot be applied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum SettingError {
     /// Not of the form `KEY=VALUE`.
     #[error(

@@ -5,7 +5,6 @@ use crate::limits;
 
 /// Invalid facts.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// Too long to be read.
     #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]

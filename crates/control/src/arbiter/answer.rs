@@ -20,7 +20,6 @@ const PIPE_BYTES: usize = 64 << 10;
 
 /// Reason for which a program has not answered.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum NoAnswer {
     /// It cannot be started, or waited for.
     #[error("sh: {0}")]

@@ -45,7 +45,6 @@ pub enum Stake {
 
 /// Reason for which an arbiter has not decided: it is not known who has a generation, or will have it.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ArbiterError {
     /// The directory or a file in it.
     #[error("{}: {source}; check the shared storage", path.display())]

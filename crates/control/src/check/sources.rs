@@ -17,7 +17,6 @@ use crate::qemu;
 
 /// Error of recorded facts.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum RecordedError {
     /// The facts cannot be read.
     #[error("{0}")]
@@ -94,7 +93,6 @@ pub(super) fn control_accepts(path: &Path, device_type: &str, version: &str) -> 
 
 /// Error of gathering an end's facts.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// A QEMU could not be queried.
     #[error("{0}")]

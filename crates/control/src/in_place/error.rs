@@ -7,7 +7,6 @@ use crate::{generations, qemu};
 
 /// Reason for which a copy, or an upgrade, is refused: it would damage memory that is in use.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// A QEMU could not be asked.
     #[error("{0}")]

@@ -24,7 +24,6 @@ const HUGETLBFS: u64 = 0x958458f6;
 
 /// A backend whose memory may have content before the guest arrives.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct OldMemory {
     /// Id of the object.
     pub backend: String,

@@ -117,7 +117,6 @@ impl QemuPair<'_> {
 
 /// A block of a guest's memory that no other process can map.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct PrivateBlock {
     /// Id of its backend.
     pub backend: String,
@@ -131,7 +130,6 @@ pub struct PrivateBlock {
 
 /// The memory backends of a running guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct GuestBackends {
     /// Blocks that another QEMU can map: of files by their names, or by descriptors of the QEMU that has them (`/proc/PID/fd/N`).
     pub shared: Vec<MappedBlock>,

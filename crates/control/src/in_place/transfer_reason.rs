@@ -7,7 +7,6 @@ use super::file_id::FileId;
 
 /// Reason for which a block's memory is not proven to be at the destination, so its pages are sent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum TransferReason {
     /// The guest has other memory than the image.
     #[error("the guest and {} do not have the same block {block:?}: memory was plugged, or it is not this guest's image", path.display())]

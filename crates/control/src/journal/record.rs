@@ -32,7 +32,6 @@ pub struct ChangedValue<T> {
 /// A change, with what undoes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
-#[non_exhaustive]
 pub enum UndoRecord {
     /// Migration capabilities and parameters.
     Settings {

@@ -34,7 +34,6 @@ const NAMES_MAX: usize = 100_000;
 
 /// Error of the directory of journals.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum RuntimeDirectoryError {
     /// Only root has a runtime directory without this variable.
     #[error("no directory for journals: XDG_RUNTIME_DIR is not set to an absolute path")]

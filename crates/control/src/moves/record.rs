@@ -321,7 +321,6 @@ pub(super) fn is_name(name: &str) -> bool {
 
 /// A record, with the state of its QEMUs.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct ListedMove {
     /// The record.
     pub record: MoveRecord,

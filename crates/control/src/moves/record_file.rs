@@ -239,7 +239,6 @@ pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
 
 /// Error of a record, or of a move that cannot be finished.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// No directory for records.
     #[error("{0}")]

@@ -29,7 +29,6 @@ const EXAMINE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// An operator's choice for a move that cannot be finished without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum ResumeChoice {
     /// Start the guest at the end on this host, or at the named one.
     RunHere(Option<super::Role>),

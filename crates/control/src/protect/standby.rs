@@ -127,7 +127,6 @@ pub struct Takeover {
 
 /// Reason for which a standby has ended without its guest.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StandbyError {
     /// The guest has not come, or a checkpoint was not usable.
     #[error("the guest's copy: {0}")]

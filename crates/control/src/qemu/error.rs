@@ -11,7 +11,6 @@ use crate::journal;
 
 /// Error of a query to a QEMU, or of its settings.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// The monitor failed.
     #[error("{0}")]

@@ -22,7 +22,6 @@ const MACHINE_SUFFIX: &str = "-machine";
 
 /// Facts about a QEMU as of the last query.
 #[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
 pub struct QemuState {
     /// Version of the QEMU.
     pub version: Version,

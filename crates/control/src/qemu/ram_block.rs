@@ -28,7 +28,6 @@ impl RamBlockInfo {
 
 /// Error in the text of `info ramblock`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum RamBlockError {
     /// The heading lacks a column.
     #[error(

@@ -77,7 +77,6 @@ struct Ready {
 
 /// Task of an agent once its session has prepared it.
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum AgentTask {
     /// Receives or sends a guest.
     Copy(Box<AgentCopy>),
@@ -87,7 +86,6 @@ pub enum AgentTask {
 
 /// The guest that is received or sent next.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct AgentCopy {
     /// Where it comes from.
     pub source: Source,

@@ -39,7 +39,6 @@ pub struct DepartingGuest {
 
 /// Opinion of the other host on a place for a guest.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct Fit {
     /// Facts about the QEMU there; none of an image.
     pub facts: Option<Facts>,
@@ -254,7 +253,6 @@ pub(super) fn of_two_hosts<'a>(source: &'a Facts, destination: &'a Facts, lanes:
 
 /// An image that another host sends.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct Departure {
     /// Where it listens.
     pub address: Address,

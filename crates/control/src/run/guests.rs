@@ -21,7 +21,6 @@ use crate::plan::is_same_file;
 
 /// A guest that is about to start.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct GuestStart {
     /// Name of the guest.
     pub name: GuestName,

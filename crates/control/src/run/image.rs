@@ -129,7 +129,6 @@ impl Drop for OpeningImage {
 
 /// An image file that was changed while guests mapped it: they have the change in their memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct ImageChange {
     /// The file.
     pub path: PathBuf,

@@ -28,7 +28,6 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A guest that was started.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct StartedGuest {
     /// The QEMU.
     pub qemu: RunningQemu,
@@ -78,7 +77,6 @@ pub struct Running {
 
 /// A guest that has ended.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct GuestEnd<'a> {
     /// The guest.
     pub guest: &'a StartedGuest,

@@ -60,7 +60,7 @@ fn reason(conflict: Conflict) -> &'static str {
         Conflict::Recording => {
             "QEMU that records or replays a guest ends when it is asked to move it; end the recording first"
         }
-        _ => {
+        Conflict::Unknown => {
             "it is not known whether two QEMUs can have it; set it to the value for the new one, or remove it with an empty value"
         }
     }

@@ -33,7 +33,6 @@ impl fmt::Display for IncompatibleSetting {
 
 /// Reason for which a QEMU is not replaced; its guest was not touched.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// The old QEMU could not be queried.
     #[error("{0}")]

@@ -6,7 +6,6 @@ use crate::limits::{
 
 /// A command line that is not one of QEMU's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum ParseError {
     /// A name that no QEMU from 7.2 to 11.1 has.
     #[error("option {option} is not known: expected one of QEMU 7.2 to 11.1; start QEMU without it")]
@@ -92,7 +91,6 @@ pub enum ParseError {
 
 /// A fault in the value of an option.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum ValueError {
     /// A property's key is empty or has an invalid character.
     #[error("key {found:?}, expected up to {NAME_BYTES_MAX} letters, digits, '-', '_', '.', '/' or '+'")]

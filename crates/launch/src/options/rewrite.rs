@@ -6,7 +6,6 @@ use crate::names::{self, NameGroup};
 /// Form of an option on the command line of another QEMU, while the QEMU that has it still runs on this
 /// host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Rewrite {
     /// The same: it describes the guest, or something that several QEMUs can have.
     Keep,
@@ -50,7 +49,6 @@ pub enum Rewrite {
 
 /// Reason for which two QEMUs of one host cannot have an option at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Conflict {
     /// A port of the host on which QEMU listens.
     Port,

@@ -20,7 +20,6 @@ pub struct Refusal {
 
 /// Reason of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum RefusalReason {
     /// The option is not on the list of those that an image may have.
     #[error("an image may not have this option")]
@@ -62,7 +61,6 @@ pub enum RefusalReason {
 
 /// A command line that is not started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum Refused {
     /// Of the image, with every refusal.
     #[error("command line of the image is refused:{}", listed(.0))]
