@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         Err(text) if args.source.is_image() => {
             return Ok(reporter.failed(&text, Reason::Image, Exit::Failed));
         }
-        Err(text) => return Err(UsageError(text).into()),
+        Err(text) => bail!(UsageError(text)),
     };
     check_several(args, &source)?;
     let destinations = transfer.destinations().map_err(UsageError)?;
@@ -63,7 +63,7 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
         return move_all::run(args, all);
     }
     let (Some(from), Some(to)) = (&args.source, &args.destination) else {
-        return Err(UsageError("a move needs SOURCE and DEST, or --all".into()).into());
+        bail!(UsageError("a move needs SOURCE and DEST, or --all".into()));
     };
     let reporter = Reporter::new(&args.output);
     let results = Results::of("moved", &reporter, from);
@@ -72,7 +72,7 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
     if !matches!(source, Source::Qmp(_)) {
         let text =
             format!("move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {from} use `copy`");
-        return Err(UsageError(text).into());
+        bail!(UsageError(text));
     }
     let options = request::of_move(args, to).map_err(UsageError)?;
     args.transfer.report.check(&transfer.ends()).map_err(UsageError)?;
@@ -199,7 +199,7 @@ impl<'a> Transfer<'a> {
                 let Source::Qmp(socket) = &ends.source else {
                     let text =
                         format!("{end} as DEST needs a qmp: SOURCE; copy an image there as a file (scp)");
-                    return Err(UsageError(text).into());
+                    bail!(UsageError(text));
                 };
                 let remote = RemoteCopy::open(end, place, socket, options, observer)?;
                 ends.destinations.push(Destination::Stream(remote.address.clone()));

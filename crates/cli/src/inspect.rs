@@ -5,7 +5,7 @@ mod html;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use towline_control::plan::{self, AfterCopy, CopyRequest, DiscardSink, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 use towline_image::manifest::sidecar_path;
@@ -37,11 +37,11 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let source = args.source.source().map_err(UsageError)?;
     if args.verify && !source.is_image() {
-        return Err(UsageError(format!("{}: --verify needs an image", args.source)).into());
+        bail!(UsageError(format!("{}: --verify needs an image", args.source)));
     }
     if let (Some(page), false) = (&args.html, matches!(source, Source::Image(_))) {
         let text = format!("--html {}: {} is not an image file", page.display(), args.source);
-        return Err(UsageError(text).into());
+        bail!(UsageError(text));
     }
     match policy(args, &source) {
         Some(policy) => args.sandbox.confine(policy),

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use towline_channel::Cancel;
 use towline_control::plan::CopyRequest;
 use towline_control::remote::{NewGuest, Place};
@@ -71,19 +71,17 @@ impl Budget {
 /// Runs the command.
 pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     let Endpoint::Ssh(host) = all else {
-        return Err(UsageError(format!("--all {all}: expected another host, as ssh:HOST")).into());
+        bail!(UsageError(format!("--all {all}: expected another host, as ssh:HOST")));
     };
     if !matches!(&host.place, Place::Guest(guest) if guest.name.is_empty()) {
-        return Err(UsageError(format!(
+        bail!(UsageError(format!(
             "--all {all}: the guests keep their names; leave out what follows the host"
-        ))
-        .into());
+        )));
     }
     if args.transfer.report.report.is_some() || args.transfer.observability.is_requested() {
-        return Err(UsageError(
+        bail!(UsageError(
             "--report, --qmp and --metrics are for one guest: leave them out with --all".into(),
-        )
-        .into());
+        ));
     }
     let options = request::of_move(args, all).map_err(UsageError)?;
     args.transfer.sandbox.log_unconfined(UNCONFINED);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Cancel, Device, DeviceWord};
 
@@ -32,7 +32,7 @@ const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if args.sandbox.is_requested() && args.af_xdp.is_some() {
         let text = format!("--sandbox on cannot be used with {UNCONFINED}: leave one of them out");
-        return Err(UsageError(text).into());
+        bail!(UsageError(text));
     }
     // First, as it fails while another process serves the card: nothing of that one's tap is changed.
     let frontends = args.access.frontends(args.socket.as_deref(), args.fd)?;

@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use towline_control::plan::{Observer, Progress};
 use towline_control::protect::{self, Checkpoints, ProtectEnd, ProtectObserver, ProtectRequest};
 use towline_control::remote::{NewGuest, Place, SessionTimeouts};
@@ -90,13 +90,10 @@ pub(crate) fn run(args: &ProtectArgs) -> Result<Exit> {
 
 fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
     let Endpoint::Ssh(end) = &args.destination else {
-        return Err(UsageError(format!("{}: expected ssh:HOST", args.destination)).into());
+        bail!(UsageError(format!("{}: expected ssh:HOST", args.destination)));
     };
     let Place::Guest(given) = &end.place else {
-        return Err(UsageError(format!(
-            "{end}: expected ssh:HOST, or ssh:HOST/NAME with the guest's name there"
-        ))
-        .into());
+        bail!(UsageError(format!("{end}: expected ssh:HOST, or ssh:HOST/NAME with the guest's name there")));
     };
     let (epoch, ends_on_output) = match args.epoch {
         Epoch::Interval(time) => (time, false),
@@ -107,7 +104,7 @@ fn request(args: &ProtectArgs) -> Result<ProtectRequest> {
         let text = format!(
             "--peer-timeout: the other host receives one checkpoint in an epoch; expected at least {least}ms"
         );
-        return Err(UsageError(text).into());
+        bail!(UsageError(text));
     }
     let guest = NewGuest {
         binary: args.qemu.clone(),

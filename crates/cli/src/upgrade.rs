@@ -4,7 +4,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use towline_compat::Verdict;
 use towline_control::plan::{Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory};
 use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &UpgradeArgs) -> Result<Exit> {
     let results = Results::of("upgraded", &reporter, &args.old);
     let Ok(Source::Qmp(old)) = args.old.source() else {
         let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);
-        return Err(UsageError(text).into());
+        bail!(UsageError(text));
     };
     let cancel = cancel_on_signals(SignalEffects {
         first: "cancelling; the guest stays in the old QEMU, unless the switchover is in progress",

@@ -54,7 +54,7 @@ fn connect(args: &ConnectArgs) -> Result<OwnedFd> {
         ConnectTarget::Device(path) => {
             let Some(port) = args.port else {
                 let text = "no port: give the guest's port behind the socket of its device";
-                return Err(UsageError(text.into()).into());
+                bail!(UsageError(text.into()));
             };
             Ok(connect_device(path, port)?.into())
         }
