@@ -235,15 +235,9 @@ impl Overlay {
     pub fn create(&self, host: &HostArguments) -> Result<CreatedDisk, OverlayError> {
         let made = reserve(&self.path)?;
         let arguments = ["-f", "qcow2", "-F", &self.format, "-b", &self.base];
-        match create_by_tool(&arguments, &self.path, None, host)? {
-            None => Ok(made),
-            Some(text) => Err(OverlayError::NotMade {
-                path: self.path.clone(),
-                base: self.base.clone(),
-                setting: self.setting.clone(),
-                text,
-            }),
-        }
+        let Some(text) = create_by_tool(&arguments, &self.path, None, host)? else { return Ok(made) };
+        let Self { path, base, setting, .. } = self.clone();
+        Err(OverlayError::NotMade { path, base, setting, text })
     }
 }
 
