@@ -9,6 +9,7 @@
 mod answer;
 mod claim;
 mod program;
+#[cfg(feature = "store")]
 mod store;
 
 use std::fs;
@@ -73,7 +74,10 @@ impl Arbiter {
     pub fn newest(&self, guest: &str) -> Result<u64, ArbiterError> {
         match self {
             Self::Directory(directory) => newest_file(directory, guest),
+            #[cfg(feature = "store")]
             Self::Store(place) => store::newest(place, guest),
+            #[cfg(not(feature = "store"))]
+            Self::Store(place) => Err(without_stores(place)),
             Self::Program(command) => program::newest(command, guest),
         }
     }
@@ -86,7 +90,10 @@ impl Arbiter {
         let name = name(claim.guest, claim.generation);
         match self {
             Self::Directory(directory) => claim_file(&directory.join(name), claimant),
+            #[cfg(feature = "store")]
             Self::Store(place) => store::claim(place, &name, claimant),
+            #[cfg(not(feature = "store"))]
+            Self::Store(place) => Err(without_stores(place)),
             Self::Program(command) => program::claim(command, claim, claimant),
         }
     }
@@ -119,6 +126,12 @@ impl Arbiter {
             }
         }
     }
+}
+
+#[cfg(not(feature = "store"))]
+fn without_stores(place: &str) -> ArbiterError {
+    let reason = "this towline was built without object stores; use one with them".into();
+    ArbiterError::Store { place: place.to_owned(), reason }
 }
 
 /// Generations as files in a directory of both hosts.

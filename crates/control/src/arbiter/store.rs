@@ -2,19 +2,16 @@
 
 use super::claim::{ArbiterError, Claimant};
 
-#[cfg(feature = "store")]
 fn failed<E: std::fmt::Display>(place: &str) -> impl FnOnce(E) -> ArbiterError {
     move |error| ArbiterError::Store { place: place.to_owned(), reason: error.to_string() }
 }
 
-#[cfg(feature = "store")]
 pub(super) fn newest(place: &str, guest: &str) -> Result<u64, ArbiterError> {
     let location = place.parse::<towline_image::Location>().map_err(failed(place))?;
     let names = towline_image::store::claims(&location).map_err(failed(place))?;
     Ok(names.iter().filter_map(|name| super::claim::generation(name, guest)).max().unwrap_or_default())
 }
 
-#[cfg(feature = "store")]
 pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<bool, ArbiterError> {
     let location = place.parse::<towline_image::Location>().map_err(failed(place))?;
     let json = serde_json::to_vec(claimant).map_err(failed(place))?;
@@ -22,20 +19,4 @@ pub(super) fn claim(place: &str, name: &str, claimant: &Claimant) -> Result<bool
     let version = super::claim::VERSION;
     let other = || format!("{name} is not one of version {version}; use the same towline on both hosts");
     claimant.is(&holder).ok_or_else(other).map_err(failed(place))
-}
-
-#[cfg(not(feature = "store"))]
-pub(super) fn newest(place: &str, _guest: &str) -> Result<u64, ArbiterError> {
-    Err(absent(place))
-}
-
-#[cfg(not(feature = "store"))]
-pub(super) fn claim(place: &str, _name: &str, _claimant: &Claimant) -> Result<bool, ArbiterError> {
-    Err(absent(place))
-}
-
-#[cfg(not(feature = "store"))]
-fn absent(place: &str) -> ArbiterError {
-    let reason = "this towline was built without object stores; use one with them".into();
-    ArbiterError::Store { place: place.to_owned(), reason }
 }
