@@ -21,7 +21,6 @@ pub enum DirtyLog {
 
 /// Reason why a QEMU cannot be a primary.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum CannotCheckpoint {
     #[error("this QEMU takes no checkpoints: it was built without COLO (capability x-colo)")]
     NotBuilt,

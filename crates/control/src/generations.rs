@@ -57,18 +57,10 @@ pub struct Holder {
 pub enum Error {
     /// A file cannot be read or written.
     #[error("generations of the guest: {}: {source}; check the shared storage", path.display())]
-    Io {
-        /// The file or directory.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// The file is not of this version.
     #[error("generations of the guest: {} is not one of version {VERSION}; use the same towline on all hosts", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-    },
+    Format { path: PathBuf },
     /// Another QEMU has it.
     #[error(
         "generation {} of the guest is that of process {} on {}: the state here is older, and must not run",
@@ -79,25 +71,13 @@ pub enum Error {
     Taken(Generation),
     /// The directory lacks generations that it had.
     #[error("{} has generation {found} of the guest at most, expected {expected}: mount the shared storage", directory.display())]
-    Lost {
-        /// The directory.
-        directory: PathBuf,
-        /// The highest number.
-        found: u64,
-        /// The number that it had.
-        expected: u64,
-    },
+    Lost { directory: PathBuf, found: u64, expected: u64 },
     /// It is not known whether a cluster runs the guest.
     #[error("it is not known whether a cluster runs the guest: {0}")]
     Guests(#[from] RuntimeError),
     /// A guest that others start elsewhere would be where they do not look.
     #[error("guest {name} is run by a cluster, by its generations in {}: it would start the guest a second time", directory.display())]
-    Managed {
-        /// Name of the guest.
-        name: String,
-        /// Directory of its generations.
-        directory: PathBuf,
-    },
+    Managed { name: String, directory: PathBuf },
 }
 
 impl Holder {

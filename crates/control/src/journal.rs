@@ -55,7 +55,6 @@ pub enum Error {
         "another towline{} works on QEMU at {socket}: wait until it has ended, or end it first", owner_text(*.pid)
     )]
     InUse {
-        /// The monitor's socket.
         socket: String,
         /// The owner's process, if known.
         pid: Option<i32>,
@@ -65,23 +64,16 @@ pub enum Error {
     Directory(#[from] RuntimeDirectoryError),
     /// The journal cannot be read or written.
     #[error("journal {path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// A line is not a record of this version.
     #[error(
         "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it belongs to another version of \
          towline, which can repair the QEMU; or remove it"
     )]
     Format {
-        /// The file.
         path: PathBuf,
         /// Counted from 1.
         line: usize,
-        /// The difference.
         reason: String,
     },
 }

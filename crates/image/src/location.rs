@@ -17,18 +17,12 @@ const SEGMENTS_MAX: usize = 16;
 pub enum LocationError {
     /// The location is invalid.
     #[error("{text}")]
-    Invalid {
-        /// The location and the expected form.
-        text: String,
-    },
+    Invalid { text: String },
     /// The location may contain a secret, so it is not repeated.
     #[error(
         "{scheme}: an address has no user, password or query (@, ?, #); credentials come from the environment or the usual files (docs/store.md)"
     )]
-    Secret {
-        /// Scheme of the address.
-        scheme: &'static str,
-    },
+    Secret { scheme: &'static str },
 }
 
 /// Kind of store.

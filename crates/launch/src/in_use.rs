@@ -32,52 +32,26 @@ pub struct Start<'a> {
 pub enum InUse {
     /// Two guests would have the same.
     #[error("{first} and {second} would both use {what}; set {setting} with {{n}} in its value")]
-    Shared {
-        /// The port, interface, socket or address.
-        what: String,
-        /// The guest that has it first.
-        first: String,
-        /// The other guest.
-        second: String,
-        /// Key of the setting.
-        setting: String,
-    },
+    Shared { what: String, first: String, second: String, setting: String },
     /// A port on which a process of this host listens.
     #[error("{what} is in use on this host; set {setting} to a free port")]
-    Port {
-        /// Protocol, address and port.
-        what: String,
-        /// Key of the setting.
-        setting: String,
-    },
+    Port { what: String, setting: String },
     /// A tap that a process has open.
     #[error("tap {interface} is in use by {holder}; set {setting} to another")]
     Tap {
-        /// The interface.
         interface: String,
         /// The process, if known.
         holder: String,
-        /// Key of the setting.
         setting: String,
     },
     /// The path of a socket to listen on exists.
     #[error("socket {path} exists already; remove it, or set {setting} to another path")]
-    SocketExists {
-        /// The path.
-        path: String,
-        /// Key of the setting.
-        setting: String,
-    },
+    SocketExists { path: String, setting: String },
     /// The path of a socket to connect to does not exist.
     #[error(
         "socket {path} does not exist; start the process that listens on it, or set {setting} to its path"
     )]
-    SocketMissing {
-        /// The path.
-        path: String,
-        /// Key of the setting.
-        setting: String,
-    },
+    SocketMissing { path: String, setting: String },
 }
 
 /// Something of which there is one.

@@ -108,16 +108,10 @@ pub enum LaunchError {
     Runtime(#[from] RuntimeError),
     /// The program cannot be executed.
     #[error("QEMU {} cannot be started: {source}", binary.display())]
-    Binary {
-        /// The program.
-        binary: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Binary { binary: PathBuf, source: io::Error },
     /// `--version` does not print a version.
     #[error("{} is not a QEMU: with --version it printed {found:?}", binary.display())]
     Version {
-        /// The program.
         binary: PathBuf,
         /// The beginning of its output.
         found: String,
@@ -125,9 +119,7 @@ pub enum LaunchError {
     /// QEMU ended before its monitor answered.
     #[error("QEMU {} ended at its start ({status}): {log}; correct the option that it names", binary.display())]
     Exited {
-        /// The program.
         binary: PathBuf,
-        /// Exit status of QEMU.
         status: ExitStatus,
         /// The last lines of its log.
         log: String,
@@ -135,9 +127,7 @@ pub enum LaunchError {
     /// The monitor did not answer in time, or not as QMP. QEMU was killed.
     #[error("QEMU {} does not answer: {source}; it was killed, and wrote: {log}", binary.display())]
     NotReady {
-        /// The program.
         binary: PathBuf,
-        /// The error of its monitor.
         source: Box<towline_qmp::Error>,
         /// The last lines of its log.
         log: String,

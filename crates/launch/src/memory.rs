@@ -70,13 +70,10 @@ pub enum MemoryFileError {
         "memory cannot be mapped by QEMU {found}: expected {expected} or newer for {property}=; {remedy}"
     )]
     Version {
-        /// QEMU's version.
         found: QemuVersion,
         /// The first version that has the property.
         expected: QemuVersion,
-        /// The property.
         property: &'static str,
-        /// The way out.
         remedy: &'static str,
     },
     /// An offset that is not a multiple of the page size.
@@ -84,7 +81,6 @@ pub enum MemoryFileError {
         "block {id} is at offset {offset}, expected a multiple of {PAGE_BYTES}; copy the image to a new one"
     )]
     Unaligned {
-        /// The block.
         id: String,
         /// Offset of the block in the file.
         offset: u64,
@@ -93,42 +89,23 @@ pub enum MemoryFileError {
     #[error(
         "block {id:?} cannot be a backend: expected a letter, then letters, digits, '-', '_' or '.'; rename it"
     )]
-    Id {
-        /// The block.
-        id: String,
-    },
+    Id { id: String },
     /// A path that is not UTF-8, or has control characters.
     #[error("file {path:?} of block {id} cannot be named in an option: {reason}; rename it")]
-    Path {
-        /// The block.
-        id: String,
-        /// The file.
-        path: PathBuf,
-        /// The reason.
-        reason: String,
-    },
+    Path { id: String, path: PathBuf, reason: String },
     /// Two blocks with the same id.
     #[error("block {id} is given twice; expected each block once")]
-    Repeated {
-        /// The block.
-        id: String,
-    },
+    Repeated { id: String },
     /// The guest has no backend of this id, and its main memory is another.
     #[error(
         "block {id} has no backend in the guest's command line: expected one of {expected}; use the guest's own command line"
     )]
-    NoBackend {
-        /// The block.
-        id: String,
-        /// The backends that there are.
-        expected: String,
-    },
+    NoBackend { id: String, expected: String },
     /// The block and the guest's memory differ in size.
     #[error(
         "block {id} has {found} bytes, the guest's command line {expected}; use the image's own command line"
     )]
     Length {
-        /// The block.
         id: String,
         /// Length found in bytes.
         found: u64,

@@ -39,20 +39,10 @@ pub enum SharedNetwork {
     #[error(
         "{setting}: a fork would be in the network of its guest, with the same addresses: it is of type {found}"
     )]
-    Type {
-        /// Key of the network.
-        setting: String,
-        /// Type of the network.
-        found: String,
-    },
+    Type { setting: String, found: String },
     /// The bridge is the guest's.
     #[error("{setting}: a fork would be in bridge {bridge}, in which its guest is, with the same addresses")]
-    Bridge {
-        /// Key of the network.
-        setting: String,
-        /// The bridge.
-        bridge: String,
-    },
+    Bridge { setting: String, bridge: String },
     /// A setting cannot be applied.
     #[error("{0}")]
     Setting(#[from] SettingError),

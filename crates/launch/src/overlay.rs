@@ -90,66 +90,40 @@ pub struct NewDisk<'a> {
 pub enum OverlayError {
     /// The disk's format is not given, and guessing it would let the guest choose it.
     #[error("disk {setting}: no overlay is possible without its format; set {setting}.format")]
-    Format {
-        /// Key of the disk.
-        setting: String,
-    },
+    Format { setting: String },
     /// A disk that is described in another way.
     #[error("disk {setting}: no overlay is possible for {found}; describe it as -drive file=…,format=…")]
-    Unsupported {
-        /// Key of the disk.
-        setting: String,
-        /// Description of the disk.
-        found: String,
-    },
+    Unsupported { setting: String, found: String },
     /// A file of this name exists.
     #[error(
         "{} exists already, perhaps as the disk of a saved guest",
         path.display()
     )]
-    Exists {
-        /// The file.
-        path: PathBuf,
-    },
+    Exists { path: PathBuf },
     /// The directory cannot be used.
     #[error("directory {} of overlays: {source}", path.display())]
-    Directory {
-        /// The directory.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Directory { path: PathBuf, source: io::Error },
     /// The filesystem is full, or nearly.
     #[error(
         "directory {} has {found} MiB free, expected {expected} MiB for {count} overlays",
         path.display()
     )]
     NoRoom {
-        /// The directory.
         path: PathBuf,
         /// Free MiB.
         found: u64,
         /// Needed MiB.
         expected: u64,
-        /// Number of overlays.
         count: usize,
     },
     /// `qemu-img` cannot be executed.
     #[error("{} cannot be started: {source}; install the qemu-img of this QEMU", tool.display())]
-    Tool {
-        /// The program.
-        tool: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Tool { tool: PathBuf, source: io::Error },
     /// `qemu-img` failed.
     #[error("overlay {} of {base}: {text}; set {setting} to another disk", path.display())]
     NotMade {
-        /// The file.
         path: PathBuf,
-        /// The disk.
         base: String,
-        /// Key of the disk.
         setting: String,
         /// Message of `qemu-img`.
         text: String,
@@ -157,7 +131,6 @@ pub enum OverlayError {
     /// A new disk cannot be made.
     #[error("disk {} cannot be made: {text}", path.display())]
     DiskNotMade {
-        /// The file.
         path: PathBuf,
         /// The system's error, or the message of `qemu-img`.
         text: String,

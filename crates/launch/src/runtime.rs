@@ -95,25 +95,15 @@ pub struct GuestDirectory {
 pub enum RuntimeError {
     /// A call of the system failed.
     #[error("runtime directory {}: cannot {operation}: {source}; set XDG_RUNTIME_DIR to a directory of this user", path.display())]
-    Io {
-        /// The file or directory.
-        path: PathBuf,
-        /// The operation.
-        operation: &'static str,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, operation: &'static str, source: io::Error },
     /// Not a directory that belongs to this user alone.
     #[error(
         "runtime directory {} has owner {owner} and mode {mode:03o}, expected {expected_owner} and 700; remove it or set XDG_RUNTIME_DIR",
         path.display()
     )]
     NotPrivate {
-        /// The directory.
         path: PathBuf,
-        /// User id of its owner.
         owner: u32,
-        /// Permissions of the directory.
         mode: u32,
         /// User id of this process.
         expected_owner: u32,
@@ -124,7 +114,6 @@ pub enum RuntimeError {
         path.display()
     )]
     State {
-        /// The file.
         path: PathBuf,
         /// The guest's process, if that can be read: all versions have it.
         pid: Option<u32>,
@@ -134,19 +123,13 @@ pub enum RuntimeError {
     /// A guest of this name runs.
     #[error("name {name} is taken by {holder}")]
     Taken {
-        /// The name.
         name: GuestName,
         /// The process that has it, if known.
         holder: String,
     },
     /// The path of a socket in it would be too long.
     #[error("socket path {} has {found} bytes, expected at most {SOCKET_PATH_BYTES_MAX}", path.display())]
-    PathTooLong {
-        /// The path.
-        path: PathBuf,
-        /// Length of the path.
-        found: usize,
-    },
+    PathTooLong { path: PathBuf, found: usize },
 }
 
 impl FromStr for GuestName {

@@ -27,42 +27,23 @@ pub enum SettingError {
     #[error(
         "setting {found:?} is malformed: expected OPTION.ID.PROPERTY=VALUE, as drive.disk0.file=/srv/disk0"
     )]
-    Malformed {
-        /// The argument.
-        found: String,
-    },
+    Malformed { found: String },
     /// QEMU has no such option.
     #[error("setting {key}: QEMU has no option -{option}; write the option's name as QEMU has it")]
-    UnknownOption {
-        /// The setting's key.
-        key: String,
-        /// The name.
-        option: String,
-    },
+    UnknownOption { key: String, option: String },
     /// The command line has no such option.
     #[error("setting {key}: no option of the guest matches; expected one of {expected}")]
     NoMatch {
-        /// The setting's key.
         key: String,
         /// Keys of the options with that name.
         expected: String,
     },
     /// The option has no properties.
     #[error("setting {key}: -{option} has no properties; set its whole value with {option}=VALUE")]
-    NoProperties {
-        /// The setting's key.
-        key: String,
-        /// The name.
-        option: String,
-    },
+    NoProperties { key: String, option: String },
     /// The value does not have the option's syntax.
     #[error("setting {key}: {source}; write the value as QEMU expects it")]
-    Value {
-        /// The setting's key.
-        key: String,
-        /// Fault of the value.
-        source: ParseError,
-    },
+    Value { key: String, source: ParseError },
 }
 
 /// An option while settings are applied to it.

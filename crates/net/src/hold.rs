@@ -38,58 +38,33 @@ pub enum HoldError {
     /// Another program has won a later generation.
     #[error("generation {found} is stale: the card is held by generation {current}; end this program")]
     Stale {
-        /// Generation of the request.
         found: NonZeroU64,
         /// Generation of the last `hold`.
         current: NonZeroU64,
     },
     /// This generation has not held the card, or not in this process.
     #[error("generation {found} has not held this card: `hold` comes first")]
-    NotHeld {
-        /// Generation of the request.
-        found: NonZeroU64,
-    },
+    NotHeld { found: NonZeroU64 },
     /// Frames are sent at once.
     #[error("the card passes its frames: `hold` comes first")]
     Passing,
     /// The guest may still send.
     #[error("ring {ring} runs: stop the guest before its epoch is marked")]
-    Running {
-        /// Number of the transmit ring.
-        ring: usize,
-    },
+    Running { ring: usize },
     /// The number was used before.
     #[error("epoch {found} is marked already, or a later one: the last one is {last}")]
-    NotNext {
-        /// Epoch of the request.
-        found: u64,
-        /// Last epoch.
-        last: u64,
-    },
+    NotNext { found: u64, last: u64 },
     /// This card has not marked the epoch.
     #[error("epoch {found} is not marked{}", .last.map_or_else(String::new, |last| format!(": the last one is {last}")))]
-    NotMarked {
-        /// Epoch of the request.
-        found: u64,
-        /// Last epoch.
-        last: Option<u64>,
-    },
+    NotMarked { found: u64, last: Option<u64> },
     /// A queue pair does not end its run.
     #[error("queue pair {pair} is still sending; try again")]
-    Busy {
-        /// Index of the pair.
-        pair: usize,
-    },
+    Busy { pair: usize },
     /// The host's interface does not take frames.
     #[error(
         "{interface} has no room, {frames} frames are still held; check the interface below it, and try again"
     )]
-    NoRoom {
-        /// Name of the interface.
-        interface: String,
-        /// Number of frames.
-        frames: usize,
-    },
+    NoRoom { interface: String, frames: usize },
     /// The announcement of the guest was not sent, and no frame.
     #[error("cannot announce the guest: {0}; check that the interface is up, and try again")]
     Announcement(io::Error),

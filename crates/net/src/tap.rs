@@ -36,32 +36,24 @@ const GONE_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 pub enum TapError {
     /// The number of queue pairs is out of range.
     #[error("{found} queue pairs; a vhost-user card has 1 to {PAIRS_MAX}")]
-    QueueCount {
-        /// Requested number.
-        found: usize,
-    },
+    QueueCount { found: usize },
     /// The device file cannot be opened.
     #[error("cannot open {path}: {source}; {remedy}")]
     Open {
-        /// Path of the device file.
         path: String,
         /// Error of `open`.
         source: io::Error,
-        /// Proposed remedy.
         remedy: &'static str,
     },
     /// A queue cannot be attached to the interface.
     #[error("cannot attach queue {queue} of {queues} to interface {name}: {source}; {remedy}")]
     Attach {
-        /// Name of the interface.
         name: String,
         /// Index of the queue, from 0.
         queue: usize,
-        /// Requested number of queues.
         queues: usize,
         /// Error of `TUNSETIFF`.
         source: io::Error,
-        /// Proposed remedy.
         remedy: &'static str,
     },
     /// A descriptor is not a queue of a tap.
@@ -69,49 +61,23 @@ pub enum TapError {
         "descriptor {number} is not a queue of a tap or macvtap ({source}); open one with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR, or give the tap's name"
     )]
     NotTap {
-        /// Number of the descriptor.
         number: RawFd,
         /// Error of `TUNGETIFF`.
         source: io::Error,
     },
     /// A descriptor of a tap was opened with other flags.
     #[error("descriptor {number} ({name}) was opened {found}; open it {expected}")]
-    Flags {
-        /// Number of the descriptor.
-        number: RawFd,
-        /// Name of its interface.
-        name: String,
-        /// Mode in which it was opened.
-        found: &'static str,
-        /// Required flag.
-        expected: &'static str,
-    },
+    Flags { number: RawFd, name: String, found: &'static str, expected: &'static str },
     /// The descriptors are of different interfaces.
     #[error(
         "descriptor {first_number} belongs to interface {first} and descriptor {number} to {found}; all must belong to one"
     )]
-    MixedInterfaces {
-        /// Number of the first descriptor.
-        first_number: RawFd,
-        /// Interface of the first descriptor.
-        first: String,
-        /// Number of the other descriptor.
-        number: RawFd,
-        /// Interface of that descriptor.
-        found: String,
-    },
+    MixedInterfaces { first_number: RawFd, first: String, number: RawFd, found: String },
     /// A setting of the interface cannot be changed.
     #[error(
         "cannot set {what} of interface {name}: {source}; run with CAP_NET_ADMIN, or set it before the start (`ip link set {name} …`)"
     )]
-    Set {
-        /// Name of the setting.
-        what: &'static str,
-        /// Name of the interface.
-        name: String,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    Set { what: &'static str, name: String, source: io::Error },
 }
 
 /// One queue of a tap.

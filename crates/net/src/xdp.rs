@@ -62,18 +62,10 @@ const PROBE_RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum XdpError {
     /// The interface does not exist.
     #[error("there is no interface {name} in this network to transmit by")]
-    NoInterface {
-        /// Name of the interface.
-        name: String,
-    },
+    NoInterface { name: String },
     /// A request about the interface failed.
     #[error("interface {name}: {source}")]
-    Interface {
-        /// Name of the interface.
-        name: String,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    Interface { name: String, source: io::Error },
     /// No socket can be opened.
     #[error("cannot open an AF_XDP socket: {0}; run with CAP_NET_RAW, or pass open sockets with --xsk-fds")]
     Open(io::Error),

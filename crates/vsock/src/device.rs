@@ -62,18 +62,10 @@ pub struct Settings {
 pub enum DeviceError {
     /// An address of a listener is not available.
     #[error("cannot listen on {address}: {source}; {}", listen_remedy(source))]
-    Listen {
-        /// The address.
-        address: String,
-        /// Error of the call.
-        source: io::Error,
-    },
+    Listen { address: String, source: io::Error },
     /// Another guest has the same CID.
     #[error("CID {cid} is used by another guest; give each guest its own CID")]
-    Cid {
-        /// The CID.
-        cid: u64,
-    },
+    Cid { cid: u64 },
     /// A resource of the system is exhausted, such as descriptors.
     #[error("cannot create the device: {0}")]
     Io(#[from] io::Error),

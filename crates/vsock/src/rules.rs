@@ -64,28 +64,16 @@ pub enum RuleError {
         "`{found}` is not a rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
          tcp:ADDRESS:PORT=guest:PORT, unix:PATH=guest:PORT, vsock:PORT=guest:PORT or cid:N=uds:PATH"
     )]
-    Form {
-        /// The text.
-        found: String,
-    },
+    Form { found: String },
     /// Invalid port.
     #[error("`{found}` is not a port; expected a number below 2^32 - 1")]
-    Port {
-        /// The text.
-        found: String,
-    },
+    Port { found: String },
     /// Invalid CID of a guest.
     #[error("`{found}` is not a guest CID; expected a number from 3 to 2^32 - 2")]
-    Cid {
-        /// The text.
-        found: String,
-    },
+    Cid { found: String },
     /// Invalid address.
     #[error("`{found}` is not an address; expected a numeric one, such as 127.0.0.1:80 or [::1]:80")]
-    Address {
-        /// The text.
-        found: String,
-    },
+    Address { found: String },
 }
 
 impl FromStr for ForwardingRule {

@@ -8,37 +8,21 @@ use crate::limits;
 pub enum Error {
     /// Too long to be read.
     #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]
-    TooLong {
-        /// Length found.
-        found: usize,
-    },
+    TooLong { found: usize },
     /// Not JSON, or with keys of another type.
     #[error("not facts ({0}): expected what `towline check --facts-out` writes, or a QEMU's -dump-vmstate")]
     Json(#[from] serde_json::Error),
     /// Other JSON.
     #[error("its format is {found:?}, expected {FORMAT:?}, as `towline check --facts-out` writes it")]
-    Format {
-        /// The format found.
-        found: String,
-    },
+    Format { found: String },
     /// From a later towline.
     #[error(
         "facts of version {found}, this towline knows {VERSION}: use a newer one, or write them again with this one"
     )]
-    Version {
-        /// The version found.
-        found: u32,
-    },
+    Version { found: u32 },
     /// A list is longer than any real one.
     #[error("{found} {what}, at most {limit} are read")]
-    TooMany {
-        /// The list.
-        what: &'static str,
-        /// Length found.
-        found: usize,
-        /// Maximum length.
-        limit: usize,
-    },
+    TooMany { what: &'static str, found: usize, limit: usize },
 }
 
 pub(super) fn at_most(what: &'static str, found: usize, limit: usize) -> Result<(), Error> {

@@ -48,26 +48,13 @@ pub enum Stake {
 pub enum ArbiterError {
     /// The directory or a file in it.
     #[error("{}: {source}; check the shared storage", path.display())]
-    Io {
-        /// The path.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// A file of another version.
     #[error("{} is not one of version {VERSION}; use the same towline on both hosts", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-    },
+    Format { path: PathBuf },
     /// The store.
     #[error("{place}: {reason}")]
-    Store {
-        /// The place in it.
-        place: String,
-        /// The reason.
-        reason: String,
-    },
+    Store { place: String, reason: String },
     /// The program has not answered.
     #[error("the arbiter's program: {0}; see what it prints on this host")]
     Program(#[from] NoAnswer),
@@ -75,14 +62,7 @@ pub enum ArbiterError {
     #[error(
         "the arbiter's program printed {found:?} for TOWLINE_ACTION={action}, expected {expected}; correct it"
     )]
-    Output {
-        /// The action.
-        action: &'static str,
-        /// Its output.
-        found: String,
-        /// The right one.
-        expected: &'static str,
-    },
+    Output { action: &'static str, found: String, expected: &'static str },
 }
 
 impl Claimant {

@@ -99,31 +99,16 @@ pub enum Error {
     Qemu(#[from] qemu::Error),
     /// A control socket could not be queried, or is not that of a device.
     #[error("ctl:{}: {source}", path.display())]
-    Control {
-        /// The socket.
-        path: PathBuf,
-        /// The reason.
-        source: Box<qmp::Error>,
-    },
+    Control { path: PathBuf, source: Box<qmp::Error> },
     /// An image cannot be read.
     #[error("{0}")]
     Image(#[from] towline_image::Error),
     /// Recorded facts cannot be read.
     #[error("{from}: {source}")]
-    Recorded {
-        /// Where they were read from.
-        from: String,
-        /// The reason.
-        source: RecordedError,
-    },
+    Recorded { from: String, source: RecordedError },
     /// The type of an attribute cannot be determined.
     #[error("{}: {source}", path.display())]
-    Attribute {
-        /// The attribute.
-        path: PathBuf,
-        /// The reason.
-        source: std::io::Error,
-    },
+    Attribute { path: PathBuf, source: std::io::Error },
 }
 
 // `migration_version` attributes: files that are read and written in one call each, as in sysfs.

@@ -17,12 +17,7 @@ pub enum Error {
          overlays in which it continues, and start it from older disks; record or fork guests of no cluster, or without disks",
         directory.display()
     )]
-    Managed {
-        /// Name of the guest.
-        name: String,
-        /// Directory of its generations.
-        directory: PathBuf,
-    },
+    Managed { name: String, directory: PathBuf },
     /// It is not known whether a cluster runs the guest.
     #[error("{0}")]
     Generations(#[from] generations::Error),
@@ -38,43 +33,24 @@ pub enum Error {
          images by renaming only",
         path.display()
     )]
-    Changed {
-        /// The image.
-        path: PathBuf,
-    },
+    Changed { path: PathBuf },
     /// A QEMU that must map the image does not.
     #[error("QEMU on {socket} does not map its memory from {}: {reason}", path.display())]
-    NotMapped {
-        /// The monitor's socket.
-        socket: String,
-        /// The image.
-        path: PathBuf,
-        /// Reason for it.
-        reason: TransferReason,
-    },
+    NotMapped { socket: String, path: PathBuf, reason: TransferReason },
     /// A restored guest could change the image.
     #[error(
         "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so its guest's writes or its balloon \
          would change the image: start it with share=off,readonly=on,rom=off, or with its own copy of the image (a reflink)",
         path.display()
     )]
-    ImageWritable {
-        /// The monitor's socket.
-        socket: String,
-        /// Id of the backend.
-        backend: String,
-        /// The image.
-        path: PathBuf,
-    },
+    ImageWritable { socket: String, backend: String, path: PathBuf },
     /// A restored guest might change the image.
     #[error(
         "QEMU on {socket} shares a file (memory backend {backend:?}) that may be the image: {reason}; start it with share=off, or run \
          towline as QEMU's user or as root"
     )]
     UndecidedFile {
-        /// The monitor's socket.
         socket: String,
-        /// Id of the backend.
         backend: String,
         /// Reason for which it cannot be seen.
         reason: TransferReason,
@@ -84,78 +60,45 @@ pub enum Error {
         "memory backend {backend:?} of QEMU on {socket} has discard-data=on: its exit would discard memory that the other QEMU uses; \
          start QEMU with discard-data=off"
     )]
-    DiscardsData {
-        /// The monitor's socket.
-        socket: String,
-        /// Id of the backend.
-        backend: String,
-    },
+    DiscardsData { socket: String, backend: String },
     /// A QEMU that loads would write into the guest that another one runs.
     #[error(
         "RAM block {block:?} of QEMU on {socket} is memory of the other QEMU's guest, and not that block of it: {reason}; loading would \
          write into the guest"
     )]
-    ForeignMemory {
-        /// The monitor's socket.
-        socket: String,
-        /// The block.
-        block: String,
-        /// The difference.
-        reason: TransferReason,
-    },
+    ForeignMemory { socket: String, block: String, reason: TransferReason },
     /// A QEMU that loads might write into the guest that another one runs.
     #[error(
         "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
          write into the guest. Start QEMU 8.2 or later, as towline's user, with separate memory or with all of the guest's"
     )]
     UndecidedMemory {
-        /// The monitor's socket.
         socket: String,
-        /// The block.
         block: String,
         /// Reason for which it is not proven to be that block of the guest.
         reason: TransferReason,
     },
     /// The guest does not run on the image.
     #[error("the guest of QEMU on {socket} does not run on {}: {reason}", image.display())]
-    NotBased {
-        /// The monitor's socket.
-        socket: String,
-        /// The image.
-        image: PathBuf,
-        /// The reason.
-        reason: TransferReason,
-    },
+    NotBased { socket: String, image: PathBuf, reason: TransferReason },
     /// A drive of which no overlay is possible.
     #[error(
         "the guest of QEMU on {socket} writes to drive {drive} ({file}), of which no overlay is possible: no option of QEMU's \
          command line names it with this file and its format; start the guest with such a drive, or unplug it"
     )]
-    NoOverlay {
-        /// The monitor's socket.
-        socket: String,
-        /// The drive.
-        drive: String,
-        /// Its file.
-        file: String,
-    },
+    NoOverlay { socket: String, drive: String, file: String },
     /// A drive with too many backing files.
     #[error(
         "drive {drive} of the guest of QEMU on {socket} has a chain of {found} files, and one more would be added, expected at most \
          {expected}: have QEMU join them (`towline ctl {socket} block-stream device={node} base={base}`), then try again"
     )]
     LongChain {
-        /// The monitor's socket.
         socket: String,
-        /// The drive.
         drive: String,
-        /// Its node.
         node: String,
         /// The file above which the others can be joined.
         base: String,
-        /// Number of files.
         found: usize,
-        /// Maximum number.
         expected: usize,
     },
     /// An overlay of a drive could not be made.
@@ -163,50 +106,25 @@ pub enum Error {
     Overlay(#[from] towline_launch::OverlayError),
     /// An overlay cannot be QEMU's.
     #[error("overlay {} cannot belong to QEMU's user: {source}; run towline as that user or as root", path.display())]
-    Owner {
-        /// The overlay.
-        path: PathBuf,
-        /// The error.
-        source: std::io::Error,
-    },
+    Owner { path: PathBuf, source: std::io::Error },
     /// A drive has another file than the overlays were planned with.
     #[error(
         "drive {drive} of the guest of QEMU on {socket} was changed meanwhile, perhaps by another fork or copy; try again"
     )]
-    DriveChanged {
-        /// The monitor's socket.
-        socket: String,
-        /// The drive.
-        drive: String,
-    },
+    DriveChanged { socket: String, drive: String },
     /// The guest neither runs nor is paused.
     #[error("the guest of QEMU on {socket} is {state}, expected one that runs or is paused")]
-    OtherState {
-        /// The monitor's socket.
-        socket: String,
-        /// Its state.
-        state: String,
-    },
+    OtherState { socket: String, state: String },
     /// A running guest could not be taken; it runs on.
     #[error("the guest of QEMU on {socket} cannot be taken as it runs: {source}")]
-    NotCaptured {
-        /// The monitor's socket.
-        socket: String,
-        /// The error.
-        source: std::io::Error,
-    },
+    NotCaptured { socket: String, source: std::io::Error },
     /// A copy of the image that shares its storage could not be made.
     #[error(
         "a reflink of {} cannot be made beside it: {source}; keep it on a filesystem with FICLONE (XFS, btrfs), in a directory in which \
          you may write",
         image.display()
     )]
-    Reflink {
-        /// The image.
-        image: PathBuf,
-        /// The error.
-        source: std::io::Error,
-    },
+    Reflink { image: PathBuf, source: std::io::Error },
 }
 
 impl From<towline_qmp::Error> for Error {

@@ -10,58 +10,31 @@ use super::file_id::FileId;
 pub enum TransferReason {
     /// The guest has other memory than the image.
     #[error("the guest and {} do not have the same block {block:?}: memory was plugged, or it is not this guest's image", path.display())]
-    OtherBlock {
-        /// Name of the block.
-        block: String,
-        /// The image.
-        path: PathBuf,
-    },
+    OtherBlock { block: String, path: PathBuf },
     /// No `memory-backend-*` object has the block's name.
     #[error("no memory backend of QEMU has its name: only blocks of backends are mapped")]
     NoBackend,
     /// The backend is of another type.
     #[error("its backend is a {found}, expected a memory-backend-file with mem-path= of the file")]
-    BackendType {
-        /// Type of the backend.
-        found: String,
-    },
+    BackendType { found: String },
     /// The destination is too old.
     #[error("QEMU {found} cannot map a range of an image: offset= and rom= are in 8.2 and later")]
-    OldQemu {
-        /// Version of the QEMU.
-        found: String,
-    },
+    OldQemu { found: String },
     /// The sizes differ.
     #[error("its backend has {found} bytes, expected {expected}: give size= the size of the block")]
-    Size {
-        /// Bytes of the backend.
-        found: u64,
-        /// Bytes of the block.
-        expected: u64,
-    },
+    Size { found: u64, expected: u64 },
     /// The guest could not write.
     #[error("QEMU maps it read-only, so its guest could not write: start QEMU with rom=off")]
     ReadOnly,
     /// QEMU does not report the block's address, and nothing else identifies its memory.
     #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
-    NoAddress {
-        /// Version of the QEMU.
-        found: String,
-    },
+    NoAddress { found: String },
     /// The process of a QEMU is not known.
     #[error("QEMU's process is not identified: {why}")]
-    UnknownProcess {
-        /// The reason.
-        why: String,
-    },
+    UnknownProcess { why: String },
     /// The mappings of the process cannot be read.
     #[error("{}: {text}; towline needs QEMU's user or CAP_SYS_PTRACE, and no sandbox (--sandbox none)", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Text of the error.
-        text: String,
-    },
+    Unreadable { path: PathBuf, text: String },
     /// A part of the block is not mapped.
     #[error("a part of it is not mapped in QEMU's process")]
     NotMapped,
@@ -75,18 +48,10 @@ pub enum TransferReason {
     #[error(
         "QEMU maps {path} ({found}), expected {expected}: the file was replaced after QEMU had opened it, or is another one"
     )]
-    OtherFile {
-        /// Name of the mapped file.
-        path: String,
-        /// The mapped file.
-        found: FileId,
-        /// The expected file.
-        expected: FileId,
-    },
+    OtherFile { path: String, found: FileId, expected: FileId },
     /// The range begins elsewhere in the file.
     #[error("QEMU maps {path} from byte {found} on, expected {expected}: start QEMU with offset={expected}")]
     Offset {
-        /// Name of the mapped file.
         path: String,
         /// First mapped byte.
         found: u64,
@@ -95,12 +60,7 @@ pub enum TransferReason {
     },
     /// The memory is not the other QEMU's.
     #[error("QEMU maps {path} ({found}), which the QEMU that has the guest does not map shared with it")]
-    NotSharedWithSource {
-        /// Name of the mapped file.
-        path: String,
-        /// The mapped file.
-        found: FileId,
-    },
+    NotSharedWithSource { path: String, found: FileId },
     /// Writes would not reach the memory that both should have.
     #[error(
         "QEMU maps it with share=off, so it has private copies of the pages that it writes: start QEMU with share=on"
@@ -116,42 +76,25 @@ pub enum TransferReason {
         "QEMU has {bytes} bytes of private copies of it, whose content is not known: start QEMU without prealloc, and let nothing \
          write before the guest is there"
     )]
-    PrivateCopies {
-        /// Bytes of the copies.
-        bytes: u64,
-    },
+    PrivateCopies { bytes: u64 },
     /// The file of the memory has content.
     #[error("{} has content at byte {offset}", path.display())]
-    OldContent {
-        /// The file.
-        path: PathBuf,
-        /// Where in it.
-        offset: u64,
-    },
+    OldContent { path: PathBuf, offset: u64 },
     /// QEMU has a file open that is not the one of this name.
     #[error("QEMU does not have {} open: the file was replaced after QEMU had opened it", path.display())]
-    NotOpen {
-        /// The file.
-        path: PathBuf,
-    },
+    NotOpen { path: PathBuf },
     /// QEMU has a file open whose mappings cannot be distinguished from those of the image.
     #[error(
         "QEMU has a file of another device open that has the inode number of {}, so its mappings may belong to either (btrfs subvolumes)",
         path.display()
     )]
-    Ambiguous {
-        /// The file.
-        path: PathBuf,
-    },
+    Ambiguous { path: PathBuf },
     /// The image is on overlayfs.
     #[error(
         "{} is on overlayfs, where QEMU may have another file open by its name and number: map it from the filesystem below",
         path.display()
     )]
-    Overlay {
-        /// The image.
-        path: PathBuf,
-    },
+    Overlay { path: PathBuf },
     /// The kernel does not report private copies.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
@@ -163,26 +106,13 @@ pub enum TransferReason {
          IMAGE NEW` makes an image without",
         path.display()
     )]
-    StaleContent {
-        /// The image.
-        path: PathBuf,
-        /// Where in the file.
-        offset: u64,
-    },
+    StaleContent { path: PathBuf, offset: u64 },
     /// Another process has the image locked, to replace it.
     #[error("another towline is about to replace {}", path.display())]
-    Locked {
-        /// The image.
-        path: PathBuf,
-    },
+    Locked { path: PathBuf },
     /// The file cannot be examined.
     #[error("{}: {text}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Text of the error.
-        text: String,
-    },
+    File { path: PathBuf, text: String },
 }
 
 impl TransferReason {

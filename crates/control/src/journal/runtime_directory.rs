@@ -40,20 +40,10 @@ pub enum RuntimeDirectoryError {
     NoRuntimeDirectory,
     /// Another user could write there.
     #[error("directory {path} is not safe for journals: {reason}; remove it or correct its owner and mode")]
-    Unsafe {
-        /// The directory.
-        path: PathBuf,
-        /// The reason.
-        reason: String,
-    },
+    Unsafe { path: PathBuf, reason: String },
     /// The directory cannot be created or opened.
     #[error("directory {path} for journals: {source}")]
-    Io {
-        /// The directory.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 /// The directory of journals, created if it was missing.

@@ -245,12 +245,7 @@ pub enum Error {
     Directory(#[from] RuntimeDirectoryError),
     /// The record cannot be read or written.
     #[error("record {path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// The file is not a record of this version.
     #[error(
         "record {path}: expected a record of version {} of this user, found another ({reason}): use the towline that wrote it; or look at both \
@@ -258,21 +253,14 @@ pub enum Error {
         record::VERSION
     )]
     Format {
-        /// The file.
         path: PathBuf,
-        /// The difference.
         reason: String,
         /// Its ends, of which those of other versions can be read, too.
         ends: Option<Box<RecordedEnds>>,
     },
     /// A towline works on the move.
     #[error("another towline (process {pid}) works on move {id}: wait until it has ended, or end it first")]
-    InUse {
-        /// The move.
-        id: Id,
-        /// The process of that towline.
-        pid: i32,
-    },
+    InUse { id: Id, pid: i32 },
     /// No record has this id.
     #[error("no move {id} is recorded on this host for this user; `towline moves` lists those that are")]
     Unknown {
@@ -284,7 +272,6 @@ pub enum Error {
     Ambiguous {
         /// The id as given.
         id: String,
-        /// Ids that it may mean.
         found: Vec<Id>,
     },
     /// A QEMU failed.
@@ -295,12 +282,7 @@ pub enum Error {
     Generation(#[from] crate::generations::Error),
     /// The guest should have been started, and does not run.
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
-    NotRunning {
-        /// The monitor's socket.
-        socket: String,
-        /// Run state of the guest.
-        status: String,
-    },
+    NotRunning { socket: String, status: String },
     /// The choice contradicts the state of the QEMUs.
     #[error("refused: {text}")]
     Refused {

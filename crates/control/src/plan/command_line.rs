@@ -10,7 +10,6 @@ use crate::qemu::{self, Qemu};
 
 /// Reason that the command line of a QEMU is not recorded with the image of its guest.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum CommandLineRecordError {
     #[error(
         "QEMU's process is not known: {reason}; save the guest on the host of its QEMU, as the same user"

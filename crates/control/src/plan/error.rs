@@ -17,7 +17,6 @@ pub(super) const ABORTS_ASLEEP: &str = "QEMU aborts when it resumes a guest that
 
 /// Reason for the failure of a copy.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
     #[error("{0}")]
     Channel(#[from] towline_channel::Error),

@@ -21,7 +21,6 @@ pub(crate) struct StandbyMemory {
 
 /// Reason for which there is no such memory.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum StandbyMemoryError {
     #[error("memory of {length} bytes for the guest: {source}")]
     File { length: u64, source: std::io::Error },

@@ -154,7 +154,6 @@ pub enum StandbyError {
     /// A disk.
     #[error("disk {name} of the guest here: {source}")]
     Disk {
-        /// Its drive.
         name: String,
         /// Of its connection, or of NBD.
         source: std::io::Error,

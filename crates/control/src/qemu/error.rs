@@ -17,46 +17,21 @@ pub enum Error {
     Qmp(#[from] qmp::Error),
     /// The output of `info ramblock` cannot be parsed.
     #[error("QEMU {version} on {socket}: {source}")]
-    RamBlocks {
-        /// The socket.
-        socket: String,
-        /// QEMU's version.
-        version: String,
-        /// The parse error.
-        source: RamBlockError,
-    },
+    RamBlocks { socket: String, version: String, source: RamBlockError },
     /// The machine's type does not end in `-machine`.
     #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"-machine\"")]
-    Machine {
-        /// The socket.
-        socket: String,
-        /// The reply.
-        found: Value,
-    },
+    Machine { socket: String, found: Value },
     /// Another or an unknown process listens on the socket.
     #[error("{socket} belongs to another process than the QEMU that was connected before")]
-    OtherProcess {
-        /// The socket.
-        socket: String,
-    },
+    OtherProcess { socket: String },
     /// A job of towline does not end.
     #[error("job {job} of QEMU on {socket} does not end; end it there (`block-job-cancel` with force)")]
-    JobRuns {
-        /// The socket.
-        socket: String,
-        /// The job.
-        job: String,
-    },
+    JobRuns { socket: String, job: String },
     /// Another host has its guest.
     #[error(
         "the guest of QEMU on {socket} goes on at the host that protected it, as generation {generation}: it was ended here"
     )]
-    GoesOnElsewhere {
-        /// The socket.
-        socket: String,
-        /// The guest's generation there.
-        generation: u64,
-    },
+    GoesOnElsewhere { socket: String, generation: u64 },
     /// Another towline works on it, or its journal cannot be used.
     #[error("{0}")]
     Journal(#[from] journal::Error),
@@ -64,26 +39,12 @@ pub enum Error {
     #[error(
         "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
     )]
-    UnknownCapability {
-        /// Name requested.
-        capability: Capability,
-        /// The socket.
-        socket: String,
-        /// QEMU's version.
-        version: String,
-    },
+    UnknownCapability { capability: Capability, socket: String, version: String },
     /// The QEMU has no such parameter.
     #[error(
         "QEMU {version} on {socket} has no migration parameter {parameter}: use a QEMU that has it, or go without"
     )]
-    UnknownParameter {
-        /// Name requested.
-        parameter: String,
-        /// The socket.
-        socket: String,
-        /// QEMU's version.
-        version: String,
-    },
+    UnknownParameter { parameter: String, socket: String, version: String },
 }
 
 impl Error {

@@ -33,18 +33,10 @@ pub enum RamBlockError {
     #[error(
         "expected `info ramblock` to begin with a heading of Block Name, PSize, Used and Total, found \"{found}\""
     )]
-    Heading {
-        /// The first line.
-        found: String,
-    },
+    Heading { found: String },
     /// A row does not match the heading.
     #[error("expected a row of `info ramblock` under \"{heading}\", found \"{found}\"")]
-    Row {
-        /// The first line.
-        heading: String,
-        /// The row.
-        found: String,
-    },
+    Row { heading: String, found: String },
 }
 
 /// Positions of the columns, counted from the right.

@@ -33,7 +33,6 @@ pub struct Holder {
 
 /// Error of a record.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
     #[error("{0}")]
     Guest(Box<plan::Error>),

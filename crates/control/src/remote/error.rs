@@ -10,7 +10,6 @@ pub(super) const SSH_FAILED: i32 = 255;
 
 /// Error of another host, or on the way to it.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
     #[error("{program} cannot be started: {source}; install OpenSSH's client")]
     Start { program: String, source: std::io::Error },

@@ -165,7 +165,6 @@ pub enum Download {
 
 /// Reason for which guests are not started; the image is unchanged.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
     #[error("{0}")]
     Channel(#[from] towline_channel::Error),

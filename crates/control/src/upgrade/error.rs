@@ -47,20 +47,13 @@ pub enum Error {
     #[error(
         "process of QEMU on {socket} is not known: {reason}; upgrade it on its own host, as its user and outside of containers"
     )]
-    UnknownProcess {
-        /// The monitor's socket.
-        socket: String,
-        /// The reason.
-        reason: String,
-    },
+    UnknownProcess { socket: String, reason: String },
     /// The user of the new QEMU would differ from that of the old one.
     #[error(
         "QEMU's process {pid} belongs to user {found}, towline runs as user {expected}; run towline as that user"
     )]
     OtherUser {
-        /// The process.
         pid: i32,
-        /// Effective user of the process.
         found: u32,
         /// Effective user of this process.
         expected: u32,
@@ -69,38 +62,18 @@ pub enum Error {
     #[error(
         "QEMU's process {pid} is in another {namespace} namespace; run towline there (`nsenter --target {pid} --all`)"
     )]
-    OtherNamespace {
-        /// The process.
-        pid: i32,
-        /// Name of the namespace.
-        namespace: &'static str,
-    },
+    OtherNamespace { pid: i32, namespace: &'static str },
     /// A file of `/proc` cannot be read.
     #[error("{}: {source}; towline needs QEMU's user", path.display())]
-    Proc {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    Proc { path: PathBuf, source: std::io::Error },
     /// The old QEMU has an option that is not known.
     #[error(
         "command line of QEMU's process {pid}: {source}; move the guest to a QEMU that you start: towline move"
     )]
-    CommandLine {
-        /// The process.
-        pid: i32,
-        /// The error.
-        source: ParseError,
-    },
+    CommandLine { pid: i32, source: ParseError },
     /// The program of the old QEMU cannot be started again by its name.
     #[error("program of QEMU's process {pid} is {found}, which is not a QEMU")]
-    NoBinary {
-        /// The process.
-        pid: i32,
-        /// The program.
-        found: String,
-    },
+    NoBinary { pid: i32, found: String },
     /// The new QEMU's confinement would differ, and towline may not change that.
     #[error(
         "the new QEMU would not be confined as the old one:\n  {}\nrun towline so confined, as the old QEMU was started, or change what \
@@ -118,34 +91,20 @@ pub enum Error {
     #[error(
         "the process at {}, which has a network card, does not reply to a second QEMU: {source}", path.display()
     )]
-    OneFrontend {
-        /// Socket of the card.
-        path: PathBuf,
-        /// The error.
-        source: Box<towline_channel::Error>,
-    },
+    OneFrontend { path: PathBuf, source: Box<towline_channel::Error> },
     /// Memory that no other process can map.
     #[error(
         "memory backend {backend:?} ({kind}) cannot be mapped by another QEMU: {reason}. Its guest keeps it for as long as its QEMU \
          runs; start the next one with -object memory-backend-memfd,share=on and -machine memory-backend="
     )]
-    PrivateMemory {
-        /// Id of the backend.
-        backend: String,
-        /// Type of the backend.
-        kind: String,
-        /// The reason.
-        reason: in_place::TransferReason,
-    },
+    PrivateMemory { backend: String, kind: String, reason: in_place::TransferReason },
     /// Memory of a file that the old QEMU maps privately, and that is not the guest's image.
     #[error(
         "memory backend {backend:?} maps {path} privately, and a new QEMU would begin with that file's content, which is not \
          known: {reason}; such a guest can only be moved to a QEMU that is started by hand (`towline move`)"
     )]
     PrivateFile {
-        /// Id of the backend.
         backend: String,
-        /// The file.
         path: String,
         /// Reason for which it is not an image that both QEMUs can map.
         reason: String,
@@ -154,10 +113,7 @@ pub enum Error {
     #[error(
         "QEMU {found} does not report which memory it maps, so the guest's cannot stay in place: expected 8.2 or later"
     )]
-    OldTarget {
-        /// Version of the new QEMU.
-        found: towline_launch::QemuVersion,
-    },
+    OldTarget { found: towline_launch::QemuVersion },
     /// The memory cannot be mapped.
     #[error("{0}")]
     Memory(#[from] MemoryFileError),

@@ -11,12 +11,7 @@ pub enum Error {
     #[error(
         "the index has version {found}, this towline reads 1 to {known}; use a towline that is as new as the one that made it"
     )]
-    Version {
-        /// Version of the index.
-        found: u32,
-        /// Newest version that this program supports.
-        known: u32,
-    },
+    Version { found: u32, known: u32 },
     /// The index ends too early.
     #[error("the index is truncated: it ends after {found} bytes; store the guest again")]
     Truncated {
@@ -30,15 +25,11 @@ pub enum Error {
     TooLarge {
         /// Length of the index in bytes.
         found: u64,
-        /// The limit.
         limit: u64,
     },
     /// The compressed content is damaged.
     #[error("the index is damaged or truncated: {why}; store the guest again")]
-    Content {
-        /// The error.
-        why: String,
-    },
+    Content { why: String },
     /// The head is malformed.
     #[error("the index's head cannot be read: {why}; store the guest again")]
     Head {
@@ -47,22 +38,10 @@ pub enum Error {
     },
     /// A number exceeds a limit.
     #[error("the index is inconsistent: {field} is {found}, expected {expected}; store the guest again")]
-    Field {
-        /// The field.
-        field: String,
-        /// Value of the field.
-        found: u64,
-        /// Permitted values.
-        expected: String,
-    },
+    Field { field: String, found: u64, expected: String },
     /// The number of names differs from that of the chunks.
     #[error(
         "the index is inconsistent: it names {found} chunks, its blocks have {expected}; store the guest again"
     )]
-    Names {
-        /// Number of names.
-        found: u64,
-        /// Number of chunks of the blocks.
-        expected: u64,
-    },
+    Names { found: u64, expected: u64 },
 }

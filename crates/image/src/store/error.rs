@@ -25,19 +25,14 @@ pub(super) struct CutListing;
 pub enum Error {
     /// The location is invalid.
     #[error("{text}")]
-    Location {
-        /// The location and the expected form.
-        text: String,
-    },
+    Location { text: String },
     /// The location cannot be parsed.
     #[error("{0}")]
     Parse(#[from] LocationError),
     /// The store is unreachable or refused a request.
     #[error("{object}: {op}: {}{}", cause_text(error), advice(error))]
     Store {
-        /// The failed operation.
         op: &'static str,
-        /// The object or the store.
         object: String,
         /// The store's error. Not a `source`, since the text already contains it.
         error: Box<object_store::Error>,
@@ -46,92 +41,48 @@ pub enum Error {
     #[error(
         "{prefix}: {variable} is an http:// address, where credentials and memory are not encrypted: use https://, or set {permission}=true to permit it"
     )]
-    Unencrypted {
-        /// The prefix.
-        prefix: String,
-        /// Variable that contains the address.
-        variable: &'static str,
-        /// Variable that permits it.
-        permission: &'static str,
-    },
+    Unencrypted { prefix: String, variable: &'static str, permission: &'static str },
     /// The image does not exist.
     #[error("{image}: there is no such image: the store has no {object:?}")]
-    NoImage {
-        /// The image.
-        image: String,
-        /// Index object of the image.
-        object: String,
-    },
+    NoImage { image: String, object: String },
     /// The image already exists.
     #[error("{image}: it exists already")]
-    Exists {
-        /// The image.
-        image: String,
-    },
+    Exists { image: String },
     /// The store makes an object that exists already, against the condition of the request.
     #[error(
         "{object}: the store ignores conditional writes (If-None-Match), so it cannot decide; use another one"
     )]
-    Unconditional {
-        /// The object.
-        object: String,
-    },
+    Unconditional { object: String },
     /// The store does not answer.
     #[error("{store}: no answer within {} s", waited.as_secs())]
-    Late {
-        /// The store.
-        store: String,
-        /// The time that was waited.
-        waited: Duration,
-    },
+    Late { store: String, waited: Duration },
     /// The index is invalid.
     #[error("{image}: {why}")]
-    Index {
-        /// The image.
-        image: String,
-        /// The error.
-        why: index::Error,
-    },
+    Index { image: String, why: index::Error },
     /// A chunk that the index references is missing.
     #[error("{image}: {position}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", position = position_text(position))]
     Missing {
-        /// The image.
         image: String,
         /// Position of the chunk in the guest.
         position: ChunkPosition,
-        /// Object of the chunk.
         chunk: String,
-        /// Possible reason.
         absence: MissingChunkCause,
     },
     /// A chunk's content does not match its name.
     #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = position_text(position))]
     Damaged {
-        /// The image.
         image: String,
         /// Position of the chunk in the guest.
         position: ChunkPosition,
-        /// Object of the chunk.
         chunk: String,
-        /// The difference.
         why: String,
     },
     /// The device state does not match its hash.
     #[error("{image}: the device state: {why}; store the guest again")]
-    DeviceState {
-        /// The image.
-        image: String,
-        /// The difference.
-        why: String,
-    },
+    DeviceState { image: String, why: String },
     /// The object is longer than allowed.
     #[error("{object}: it has more than {limit} bytes, too many for an object of towline; correct the name")]
-    TooLong {
-        /// The object.
-        object: String,
-        /// The limit.
-        limit: u64,
-    },
+    TooLong { object: String, limit: u64 },
     /// The store lists only a part of its objects.
     #[error(
         "{object}: the store's list of objects is truncated: it has more, or does not say that it has none, and no token to ask for them, so that images, readers and uploads could be overlooked; nothing was removed; use a store with ListObjectsV2"
@@ -142,16 +93,12 @@ pub enum Error {
     },
     /// Other requests for the object keep preceding this one.
     #[error("{object}: the store reports a conflict with another request each time; repeat the command")]
-    Conflict {
-        /// The object.
-        object: String,
-    },
+    Conflict { object: String },
     /// Another process is collecting garbage.
     #[error(
         "{store}: garbage is being removed there by {owner}: try again when it has finished, or after an hour if it was interrupted"
     )]
     Collecting {
-        /// The prefix.
         store: String,
         /// The other process and its lease.
         owner: String,
@@ -161,9 +108,7 @@ pub enum Error {
         "{store}: {count} upload(s) are active there, or were interrupted within the last hour, one of them of {owner}: try again when they have finished; nothing was removed"
     )]
     Uploading {
-        /// The prefix.
         store: String,
-        /// Number of uploads.
         count: usize,
         /// One of the processes and its lease.
         owner: String,
@@ -172,61 +117,36 @@ pub enum Error {
     #[error(
         "{store}: the lease of this process was lost: {why}; another process may have removed chunks that it needs; repeat the command, existing chunks are not sent again"
     )]
-    Lost {
-        /// The prefix.
-        store: String,
-        /// Reason for the loss.
-        why: String,
-    },
+    Lost { store: String, why: String },
     /// The image is being read.
     #[error(
         "{image}: it is being read by {readers}: try again when they have finished; a reader that was killed counts until `towline store gc` removes its lease, an hour after its last renewal; nothing was removed",
         readers = readers.join(", ")
     )]
     InUse {
-        /// The image.
         image: String,
         /// The processes and their leases.
         readers: Vec<String>,
     },
     /// Other processes keep replacing the object.
     #[error("{object}: other processes keep replacing it; repeat the command when they have finished")]
-    Changed {
-        /// The object.
-        object: String,
-    },
+    Changed { object: String },
     /// An index that cannot be read prevents garbage collection.
     #[error(
         "{image}: {why}; as long as it exists, garbage cannot be determined, so nothing was removed: remove it, or use a newer towline"
     )]
-    KeepsGarbage {
-        /// The image.
-        image: String,
-        /// The error.
-        why: index::Error,
-    },
+    KeepsGarbage { image: String, why: index::Error },
     /// The spool cannot be created or written.
     #[error(
         "{path}: {why}: the guest is stored there before it is uploaded; set TMPDIR to a directory on a disk with space for the guest's memory"
     )]
-    Spool {
-        /// The directory.
-        path: String,
-        /// The kernel's error.
-        why: io::Error,
-    },
+    Spool { path: String, why: io::Error },
     /// The host lacks memory, threads or descriptors.
     #[error("{what}: {why}")]
-    Host {
-        /// The resource.
-        what: &'static str,
-        /// The kernel's error.
-        why: io::Error,
-    },
+    Host { what: &'static str, why: io::Error },
     /// A file with credentials cannot be used.
     #[error("{path}: {why}")]
     Credentials {
-        /// The file.
         path: String,
         /// The error; never the file's content.
         why: String,
@@ -262,18 +182,12 @@ pub enum MissingChunkCause {
     Leased,
     /// The reader's lease was not renewed in time.
     #[error("garbage collection may have removed it while this reader's lease was lost ({why})")]
-    LeaseLost {
-        /// Reason for the loss.
-        why: String,
-    },
+    LeaseLost { why: String },
     /// The reader has no write permission and thus no lease.
     #[error(
         "this reader has no lease ({why}), so garbage collection may have removed it after the image was replaced or removed"
     )]
-    Unleased {
-        /// Reason for which it cannot write.
-        why: String,
-    },
+    Unleased { why: String },
 }
 
 impl From<Error> for crate::Error {

@@ -15,16 +15,10 @@ pub enum ParseError {
     },
     /// The last word is an option that takes a value.
     #[error("{option} has no value; add it")]
-    MissingValue {
-        /// The option.
-        option: String,
-    },
+    MissingValue { option: String },
     /// An option without a value has one.
     #[error("{option} has a value, expected a flag; remove the value")]
-    UnexpectedValue {
-        /// The option.
-        option: String,
-    },
+    UnexpectedValue { option: String },
     /// A word that is not UTF-8.
     #[error("word {position} of the command line is not UTF-8; rename the file that it names")]
     NotUtf8 {
@@ -33,10 +27,7 @@ pub enum ParseError {
     },
     /// A value with a NUL or another control character.
     #[error("value of {option} has a control character; remove it")]
-    ControlCharacter {
-        /// The option.
-        option: String,
-    },
+    ControlCharacter { option: String },
     /// More than [`OPTIONS_MAX`] options.
     #[error("command line has more than {OPTIONS_MAX} options; start QEMU with fewer")]
     TooManyOptions,
@@ -48,45 +39,22 @@ pub enum ParseError {
     },
     /// A value longer than [`VALUE_BYTES_MAX`].
     #[error("value of {option} has {found} bytes, expected at most {VALUE_BYTES_MAX}; shorten it")]
-    ValueTooLong {
-        /// The option.
-        option: String,
-        /// Length of the value.
-        found: usize,
-    },
+    ValueTooLong { option: String, found: usize },
     /// A value that does not have the option's syntax.
     #[error("value of {option} is malformed: {source}")]
-    Value {
-        /// The option.
-        option: String,
-        /// Fault of the value.
-        source: ValueError,
-    },
+    Value { option: String, source: ValueError },
     /// A recorded command line is not JSON of the expected shape.
     #[error("recorded command line cannot be read: {reason}; record it again")]
-    Recorded {
-        /// The parser's message.
-        reason: String,
-    },
+    Recorded { reason: String },
     /// Recorded by a towline whose format is not known.
     #[error("recorded command line has version {found}, expected {expected}; use a newer towline")]
-    Version {
-        /// Version of the record.
-        found: u32,
-        /// The version of this towline.
-        expected: u32,
-    },
+    Version { found: u32, expected: u32 },
     /// More than [`LEFT_OUT_MAX`] values were left out.
     #[error("recorded command line leaves out more than {LEFT_OUT_MAX} values; record it again")]
     TooManyLeftOut,
     /// The command line of a process cannot be read.
     #[error("command line of process {pid} cannot be read: {reason}; run as its user")]
-    Process {
-        /// The process.
-        pid: u32,
-        /// The system's message.
-        reason: String,
-    },
+    Process { pid: u32, reason: String },
 }
 
 /// A fault in the value of an option.
@@ -106,22 +74,13 @@ pub enum ValueError {
     TrailingComma,
     /// Not a JSON object.
     #[error("not a JSON object: {reason}")]
-    Json {
-        /// The parser's message.
-        reason: String,
-    },
+    Json { reason: String },
     /// `-global` of neither form.
     #[error("{found:?}, expected DRIVER.PROPERTY=VALUE")]
-    Global {
-        /// The value.
-        found: String,
-    },
+    Global { found: String },
     /// Not a number of bytes.
     #[error("{found:?}, expected a size such as 512M or 4G")]
-    Size {
-        /// The value.
-        found: String,
-    },
+    Size { found: String },
 }
 
 /// The beginning of a text of unknown length, for errors.

@@ -38,10 +38,7 @@ pub enum RefusalReason {
     Host,
     /// The value does not have the permitted form.
     #[error("expected {expected}")]
-    Form {
-        /// Description of that form.
-        expected: String,
-    },
+    Form { expected: String },
     /// The property is given more than once.
     #[error("given more than once")]
     Repeated,
@@ -73,12 +70,7 @@ pub enum Refused {
     Argument(crate::ParseError),
     /// An option of the user that would detach QEMU from the launcher.
     #[error("QEMU's arguments have {option}: {reason}")]
-    Unsupervised {
-        /// The option.
-        option: &'static str,
-        /// The reason, and what to do.
-        reason: &'static str,
-    },
+    Unsupervised { option: &'static str, reason: &'static str },
 }
 
 impl fmt::Display for Refusal {

@@ -110,7 +110,6 @@ pub enum ProtectEnd {
 
 /// Error of a protection.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each variant's text says what it is")]
 pub enum Error {
     #[error("{0}")]
     Version(#[from] CannotCheckpoint),
