@@ -46,7 +46,6 @@ mod location;
 mod lock_holder;
 pub mod manifest;
 mod page_runs;
-mod parallel;
 mod reader;
 mod regular_file;
 mod seal;

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::Serialize;
 use towline_channel::IoBuf;
-use towline_migration::{Extent, ExtentKind, Guest, Snapshot};
+use towline_migration::{Extent, ExtentKind, Guest, Snapshot, parallel};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
@@ -32,7 +32,7 @@ use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
 use crate::sidecar::{ManifestName, staged_path};
 use crate::verified::Verified;
-use crate::{Error, Result, parallel};
+use crate::{Error, Result};
 
 /// A stored guest, mapped.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl Image {
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks(CHUNK_BYTES).collect();
-        let verify = |(page, length)| self.verify_chunk(page).map(|()| progress(length));
+        let verify = |&(page, length)| self.verify_chunk(page).map(|()| progress(length));
         parallel::for_each(&chunks, threads, || verify)?;
         self.check_not_truncated()
     }

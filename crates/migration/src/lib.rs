@@ -42,6 +42,7 @@ mod limiter;
 mod live;
 pub mod memory;
 pub mod outgoing;
+pub mod parallel;
 pub mod postcopy;
 mod present;
 mod relay;

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use towline_channel::lock::lock;
+use towline_migration::parallel;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::open_chunk::{Node, OpenChunk};
 use super::subtree::{Subtree, subtrees};
 use super::{CHUNK_BYTES, ChunkHash, hash_chunk};
-use crate::parallel;
 
 /// Default memory for open chunks in an [`OpenBudget`]: some 27,000 chunks with a run of pages missing (53
 /// GiB of guest memory), or 1,700 chunks of which every second page has arrived.
@@ -162,7 +162,7 @@ impl BlockHasher {
         let rehashed = parallel::for_each(&stale, threads, || {
             let mut buffer = Buffer::new();
             let reread = &reread;
-            move |index| {
+            move |&index| {
                 let offset = index as u64 * CHUNK_BYTES;
                 let bytes = buffer.first((self.length - offset).min(CHUNK_BYTES) as usize);
                 reread(offset, bytes)?;

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use towline_channel::lock::lock;
 use towline_channel::{Cancel, IoBuf};
-use towline_migration::{Extent, ExtentKind, Guest, RamMapping};
+use towline_migration::{Extent, ExtentKind, Guest, RamMapping, parallel};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
@@ -37,7 +37,7 @@ use super::{
 };
 use crate::index::Index;
 use crate::location::Location;
-use crate::{ChunkHash, PageCount, StoredGuest, parallel};
+use crate::{ChunkHash, PageCount, StoredGuest};
 
 /// Needed chunks are requested regardless of others.
 const UNLIMITED: FetchLimits = FetchLimits { chunks: usize::MAX, requests: usize::MAX };
@@ -215,7 +215,7 @@ impl StoredImage {
         let numbers: Vec<_> = self.data_chunks().collect();
         // More threads than processors: some fetch while others compare.
         let count = REQUESTS_MAX.min(4 * threads());
-        let verify = |(block, index)| {
+        let verify = |&(block, index)| {
             let (name, length, position) = self.chunk(block, index);
             let Some(name) = name.filter(|name| !known.contains(*name, length)) else { return Ok(()) };
             let object = self.image.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;

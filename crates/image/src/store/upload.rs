@@ -12,7 +12,7 @@ use object_store::ObjectMeta;
 use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 use towline_channel::lock::lock;
-use towline_migration::{Guest as _, Snapshot};
+use towline_migration::{Guest as _, Snapshot, parallel};
 use towline_protocol::RamBlock;
 
 use super::access::Store;
@@ -23,7 +23,7 @@ use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::checksum::hash_chunk;
 use crate::index::{Index, IndexContents};
 use crate::location::Location;
-use crate::{ChunkHash, Existing, Image, Origin, Uploaded, parallel};
+use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 
 /// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
 /// one.
@@ -247,7 +247,7 @@ pub fn store_image(
 pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u64) + Sync)) -> Result<Index> {
     let blocks = image.ram_blocks();
     let chunks: Vec<_> = image.chunks(CHUNK_BYTES).collect();
-    let send = |(page, length)| {
+    let send = |&(page, length)| {
         let bytes = image.content(page, length).map_err(|error| Error::Image(Box::new(error)))?;
         let hash = upload.store_chunk(bytes.as_deref())?;
         progress(length);

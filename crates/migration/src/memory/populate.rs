@@ -2,13 +2,11 @@
 
 use std::io;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{KnownBlocks, Memory, MemoryError};
-use crate::lock::lock;
+use crate::parallel;
 use crate::sys::{HUGE_PAGE_BYTES, Span};
 
 /// Bytes that one thread populates per call: large enough to amortize the call, small enough to share the
@@ -51,23 +49,9 @@ impl Memory {
             .iter()
             .map(|mapped| mapped.region.span().advise_huge())
             .fold(true, |all, one| all & one.is_ok());
-        let chunks = chunks(ram);
-        let (next, is_touched, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
-        thread::scope(|scope| {
-            for _ in 0..threads.get().min(chunks.len()) {
-                scope.spawn(|| {
-                    while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        if let Err(error) = chunk.populate(&is_touched) {
-                            next.store(chunks.len(), Ordering::Relaxed);
-                            lock(&failed).get_or_insert(error);
-                        }
-                    }
-                });
-            }
-        });
-        if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
-        }
+        let is_touched = AtomicBool::new(false);
+        let populate = |chunk: &PopulateRange<'_>| chunk.populate(&is_touched);
+        parallel::for_each(&chunks(ram), threads.get(), || populate)?;
         let bytes = ram.blocks.iter().map(|block| block.length).sum();
         let is_touched = is_touched.into_inner();
         Ok(Populated { bytes, elapsed: begun.elapsed(), is_huge_advised, is_touched })

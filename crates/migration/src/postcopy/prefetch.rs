@@ -4,9 +4,6 @@
 //! of them, which caused no faults because they were there: so neighbourhoods are prefetched, not pages.
 
 use std::collections::HashSet;
-use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_protocol::PageRef;
@@ -17,7 +14,7 @@ use towline_protocol::source::RamWriter;
 use super::connection::Postcopy;
 use super::scheduler::{BlockRange, PREPARERS};
 use crate::outgoing::RecordSender;
-use crate::{ExtentKind, Result};
+use crate::{ExtentKind, Result, parallel};
 
 /// Size of the neighbourhood that is sent with a requested page.
 const NEIGHBOUR_BYTES: u64 = 64 << 10;
@@ -64,27 +61,15 @@ impl Postcopy<'_> {
 
     /// Prepares the head of the working set, and returns what was prepared in time.
     fn prepare_prefetch(&self, deadline: Instant) -> Result<Vec<BlockRange>> {
-        let wanted = self.head();
-        let next = AtomicUsize::new(0);
-        let prepare = || -> Result<Vec<usize>> {
-            let mut prepared = Vec::new();
-            while Instant::now() < deadline {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some(&(page, length)) = wanted.get(at) else { break };
-                self.units.prepare(self.guest.0, page, length)?;
-                prepared.push(at);
+        let prepare = |&(page, length)| -> Result<Option<BlockRange>> {
+            if Instant::now() >= deadline {
+                return Ok(None);
             }
-            Ok(prepared)
+            self.units.prepare(self.guest.0, page, length)?;
+            Ok(Some((page, length)))
         };
-        let mut prepared = thread::scope(|scope| {
-            let workers: Vec<_> = (0..PREPARERS).map(|_| scope.spawn(prepare)).collect();
-            let results =
-                workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)));
-            results.collect::<Result<Vec<_>>>()
-        })?
-        .concat();
-        prepared.sort_unstable();
-        Ok(prepared.into_iter().map(|at| wanted[at]).collect())
+        let prepared = parallel::for_each(&self.head(), PREPARERS, || prepare)?;
+        Ok(prepared.into_iter().flatten().collect())
     }
 
     /// The part of the working set that may be sent ahead. Parts not sent in time come first once the guest

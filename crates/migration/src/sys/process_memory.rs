@@ -10,16 +10,14 @@
 
 use std::num::NonZero;
 use std::ops::Range;
-use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{io, ptr, thread};
 
 use towline_protocol::{BlockIndex, PageRef};
 
 use super::pagemap::{PageSelection, Pagemap};
 use super::{HUGE_PAGE_BYTES, Span};
-use crate::Guest;
+use crate::{Guest, parallel};
 
 /// Bytes of one call, so that processors share the work evenly.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -71,7 +69,7 @@ impl ProcessMemory {
     /// If a range is not within `to`.
     pub fn copy(&self, address: u64, to: &Span<'_>, ranges: &[Range<u64>]) -> io::Result<()> {
         on_all_processors(&pieces(ranges), |piece| {
-            in_calls(piece.to_vec(), |piece| {
+            in_calls(piece.clone(), |piece| {
                 let there = remote(address, piece);
                 let here: Vec<_> = piece
                     .iter()
@@ -102,7 +100,7 @@ impl ProcessMemory {
             let prepared =
                 piece.iter().try_for_each(|range| guest.prepare(page(range), range.end - range.start));
             prepared.map_err(io::Error::other)?;
-            in_calls(piece.to_vec(), |piece| {
+            in_calls(piece.clone(), |piece| {
                 let there = remote(address, piece);
                 let here: Vec<_> =
                     piece.iter().map(|range| guest.memory(page(range), range.end - range.start)).collect();
@@ -134,23 +132,10 @@ fn remote(address: u64, piece: &[Range<u64>]) -> Vec<libc::iovec> {
 /// Does `work` with each piece, on several processors.
 fn on_all_processors(
     pieces: &[Vec<Range<u64>>],
-    work: impl Fn(&[Range<u64>]) -> io::Result<()> + Sync,
+    work: impl Fn(&Vec<Range<u64>>) -> io::Result<()> + Sync,
 ) -> io::Result<()> {
-    let next = AtomicUsize::new(0);
-    let work = || -> io::Result<()> {
-        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-            work(piece)?;
-        }
-        Ok(())
-    };
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(pieces.len());
-    thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-        let own = work();
-        let others =
-            others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic)));
-        others.fold(own, Result::and)
-    })
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX);
+    parallel::for_each(pieces, threads, || &work).map(drop)
 }
 
 /// Repeats `call` with what is left of the piece; it returns the bytes that it has transferred.

@@ -1,18 +1,19 @@
 //! Work on a list by several threads.
 
+use std::panic::resume_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use towline_channel::lock::lock;
+use crate::lock::lock;
 
-/// Does the work for each item, by threads that take one after the other; `worker` returns the work of one thread. Returns the results in any
-/// order.
+/// Does the work for each item, by `threads` threads that take one after the other, of which the caller's is one; `worker` returns the work of
+/// one thread. Returns the results in the order of the items.
 ///
 /// # Errors
 /// The first one, after which no thread takes another item.
-pub(crate) fn for_each<I: Copy + Sync, T: Send, E: Send, W: FnMut(I) -> Result<T, E>>(
-    items: &[I],
+pub fn for_each<'a, I: Sync, T: Send, E: Send, W: FnMut(&'a I) -> Result<T, E>>(
+    items: &'a [I],
     threads: usize,
     worker: impl Fn() -> W + Sync,
 ) -> Result<Vec<T>, E> {
@@ -20,9 +21,10 @@ pub(crate) fn for_each<I: Copy + Sync, T: Send, E: Send, W: FnMut(I) -> Result<T
     let work = || {
         let (mut work, mut done) = (worker(), Vec::new());
         while lock(&failed).is_none() {
-            let Some(&item) = items.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(at) else { break };
             match work(item) {
-                Ok(value) => done.push(value),
+                Ok(value) => done.push((at, value)),
                 Err(error) => {
                     lock(&failed).get_or_insert(error);
                 }
@@ -30,11 +32,16 @@ pub(crate) fn for_each<I: Copy + Sync, T: Send, E: Send, W: FnMut(I) -> Result<T
         }
         done
     };
-    let done = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads.max(1).min(items.len())).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("workers do not panic")).collect()
+    let mut done = thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.min(items.len())).map(|_| scope.spawn(work)).collect();
+        let mut done = work();
+        for other in others {
+            done.extend(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        }
+        done
     });
-    lock(&failed).take().map_or(Ok(done), Err)
+    done.sort_unstable_by_key(|(at, _)| *at);
+    lock(&failed).take().map_or_else(|| Ok(done.into_iter().map(|(_, value)| value).collect()), Err)
 }
 
 #[cfg(test)]
@@ -45,7 +52,7 @@ mod tests {
     fn no_item_is_taken_after_an_error() {
         let (items, taken): (Vec<usize>, _) = ((0..10_000).collect(), AtomicUsize::new(0));
         let failed = for_each(&items, 4, || {
-            |item| {
+            |&item| {
                 taken.fetch_add(1, Ordering::Relaxed);
                 // The others go on until it has failed.
                 thread::sleep(std::time::Duration::from_millis(1));
@@ -54,6 +61,6 @@ mod tests {
         });
         assert_eq!(failed, Err(5));
         assert!(taken.into_inner() < items.len());
-        assert_eq!(for_each(&items, 4, || Ok::<usize, usize>).unwrap().len(), items.len());
+        assert_eq!(for_each(&items, 4, || |&item| Ok::<usize, usize>(item)), Ok(items));
     }
 }
