@@ -116,7 +116,7 @@ pub use tcp::{PEER_TIMEOUT, TcpChannel, check_zero_copy};
 pub use tls::TlsChannel;
 pub use tls::{OneTimeCredentials, OneTimeKey, TlsClient, TlsServer};
 pub use unix::UnixChannel;
-pub use unix_listen::lock_directory;
+pub use unix_listen::{SocketFile, lock_directory};
 #[cfg(feature = "websocket")]
 pub use websocket::WebSocketChannel;
 pub use zero_copy::{ZeroCopySend, ZeroCopyStatistics, ZeroCopyTicket};

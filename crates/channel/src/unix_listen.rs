@@ -18,6 +18,7 @@ use crate::{Error, Result};
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -32,20 +33,18 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 /// A listening socket; its file is removed with it, unless it has been replaced.
 #[derive(Debug)]
 pub(crate) struct UnixListener {
+    _file: SocketFile,
     fd: OwnedFd,
-    path: PathBuf,
-    /// Device and inode of the file.
-    identity: (u64, u64),
 }
 
 impl UnixListener {
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         let address = socket_address(path)?;
-        let io = |op, errno: Errno| Error::io(op, &format!("unix:{}", path.display()), errno);
-        let fd = socket().map_err(|errno| io("socket", errno))?;
-        let _lock = lock_directory(path).map_err(|errno| match errno {
-            Errno::NOENT | Errno::NOTDIR => Error::NoDirectory { path: path.to_owned() },
-            errno => io("listen", errno),
+        let io = |op, error: io::Error| Error::io(op, &format!("unix:{}", path.display()), error);
+        let fd = socket().map_err(|errno| io("socket", errno.into()))?;
+        let _lock = lock_directory(path).map_err(|error| match error.kind() {
+            ErrorKind::NotFound | ErrorKind::NotADirectory => Error::NoDirectory { path: path.to_owned() },
+            _ => io("listen", error),
         })?;
         match net::bind(&fd, &address) {
             Err(Errno::ADDRINUSE) => {
@@ -54,10 +53,10 @@ impl UnixListener {
             }
             other => other,
         }
-        .map_err(|errno| io("bind", errno))?;
-        net::listen(&fd, BACKLOG).map_err(|errno| io("listen", errno))?;
-        let identity = identity(path).map_err(|errno| io("stat", errno))?;
-        Ok(Self { fd, path: path.to_owned(), identity })
+        .map_err(|errno| io("bind", errno.into()))?;
+        net::listen(&fd, BACKLOG).map_err(|errno| io("listen", errno.into()))?;
+        let file = SocketFile::new(path).map_err(|error| io("stat", error))?;
+        Ok(Self { _file: file, fd })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -65,11 +64,32 @@ impl UnixListener {
     }
 }
 
-impl Drop for UnixListener {
+/// File of a listening Unix socket. It is removed on drop, unless another socket has replaced it. Drop it before the socket: then the number of
+/// its inode is not that of a file that replaces it.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    /// The file of a socket that has just been bound to this path, under [`lock_directory`].
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn new(path: &Path) -> io::Result<Self> {
+        let stat = rustix::fs::lstat(path)?;
+        Ok(Self { path: path.to_owned(), device: stat.st_dev, inode: stat.st_ino })
+    }
+}
+
+impl Drop for SocketFile {
     fn drop(&mut self) {
+        let is_own = |stat: rustix::fs::Stat| stat.st_dev == self.device && stat.st_ino == self.inode;
         // Without the lock there is a race only if the file is replaced at this very moment.
         let _lock = lock_directory(&self.path);
-        if identity(&self.path) == Ok(self.identity) {
+        if rustix::fs::lstat(&self.path).is_ok_and(is_own) {
             let _ = rustix::fs::unlink(&self.path);
         }
     }
@@ -95,17 +115,12 @@ fn remove_stale(path: &Path, address: &net::SocketAddrUnix) -> Result<()> {
     }
 }
 
-/// Device and inode of the file at the path itself.
-fn identity(path: &Path) -> Result<(u64, u64), Errno> {
-    rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino))
-}
-
 /// Locks the directory of a socket, for as long as the descriptor is open: another process that binds at the same time would take a socket that
 /// does not listen yet for that of a process that has ended, and remove it.
 ///
 /// # Errors
 /// The directory cannot be opened, or another process has had its lock for 10 s (`EAGAIN`).
-pub fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
+pub fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(directory, flags, Mode::empty())?;
@@ -115,7 +130,7 @@ pub fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
             Ok(()) => return Ok(fd),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(LOCK_INTERVAL),
-            Err(errno) => return Err(errno),
+            Err(errno) => return Err(errno.into()),
         }
     }
 }

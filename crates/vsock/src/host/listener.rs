@@ -3,9 +3,9 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, FileType, lstat, unlinkat};
+use rustix::fs::{FileType, lstat, unlink};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketType as KernelSocketType, acceptfrom_with, bind, connect, listen,
@@ -14,7 +14,7 @@ use rustix::net::{
 
 use super::socket::{FLAGS, Family, HostSocket, socket_type};
 use super::socket_fd::SocketFd;
-use towline_channel::{lock_directory, refuse_descriptors};
+use towline_channel::{SocketFile, lock_directory, refuse_descriptors};
 
 use crate::packet::SocketType;
 use crate::rules::HostAddress;
@@ -26,36 +26,10 @@ const BACKLOG: i32 = 1024;
 /// A listening socket. The file of a Unix socket is removed with it.
 #[derive(Debug)]
 pub(crate) struct HostListener {
-    fd: OwnedFd,
-    kind: SocketType,
     /// Of a Unix socket.
     file: Option<SocketFile>,
-}
-
-/// File of a listening Unix socket. It is removed on drop, unless another socket has replaced it.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-}
-
-impl SocketFile {
-    fn new(path: &Path) -> io::Result<Self> {
-        let stat = lstat(path)?;
-        Ok(Self { path: path.to_owned(), device: stat.st_dev, inode: stat.st_ino })
-    }
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let is_own = |stat: rustix::fs::Stat| stat.st_dev == self.device && stat.st_ino == self.inode;
-        // A device that starts takes a socket that is not listened to any more for one that may be replaced.
-        let _lock = lock_directory(&self.path);
-        if lstat(&self.path).is_ok_and(is_own) {
-            let _ = unlinkat(CWD, &self.path, AtFlags::empty());
-        }
-    }
+    fd: OwnedFd,
+    kind: SocketType,
 }
 
 impl AsFd for HostListener {
@@ -91,11 +65,11 @@ impl HostListener {
             {
                 return Err(errno.into());
             }
-            unlinkat(CWD, path, AtFlags::empty())?;
+            unlink(path)?;
             bind(&fd, &address)?;
         }
-        let file = Some(SocketFile::new(path)?);
         listen(&fd, BACKLOG)?;
+        let file = Some(SocketFile::new(path)?);
         Ok(Self { fd, kind, file })
     }
 
