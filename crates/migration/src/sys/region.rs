@@ -6,8 +6,10 @@
 //! process.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use super::span::{PAGE_BYTES, Span};
 
@@ -32,7 +34,7 @@ impl RamMapping {
     /// # Errors
     /// The length is 0, or the kernel has no memory.
     pub fn anonymous(length: usize) -> io::Result<Self> {
-        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
+        Self::map(length, MapFlags::PRIVATE, None)
     }
 
     /// Address space for `length` bytes, a multiple of the page size and not 0, where only written pages take
@@ -42,7 +44,7 @@ impl RamMapping {
     /// # Errors
     /// The length is 0, or the address space is exhausted.
     pub fn reserved(length: usize) -> io::Result<Self> {
-        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, None)
+        Self::map(length, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
     }
 
     /// Private memory in huge pages of 2 MiB, zero at first; `length` is a multiple of that and not 0.
@@ -53,8 +55,7 @@ impl RamMapping {
         if !length.is_multiple_of(HUGE_PAGE_BYTES) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let huge = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
-        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | huge, None)
+        Self::map(length, MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB, None)
     }
 
     /// `length` bytes of a file from `offset` on, both multiples of the page size, copied where they are
@@ -63,7 +64,7 @@ impl RamMapping {
     /// # Errors
     /// As [`Self::shared`].
     pub fn copy_on_write(file: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
-        Self::of_file(file, offset, length, libc::MAP_PRIVATE)
+        Self::of_file(file, offset, length, MapFlags::PRIVATE)
     }
 
     /// `length` bytes of a file or memfd from `offset` on, both multiples of the page size, shared with other
@@ -72,10 +73,10 @@ impl RamMapping {
     /// # Errors
     /// The file is shorter than that, or cannot be mapped.
     pub fn shared(file: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
-        Self::of_file(file, offset, length, libc::MAP_SHARED)
+        Self::of_file(file, offset, length, MapFlags::SHARED)
     }
 
-    fn of_file(file: BorrowedFd<'_>, offset: u64, length: usize, flags: i32) -> io::Result<Self> {
+    fn of_file(file: BorrowedFd<'_>, offset: u64, length: usize, flags: MapFlags) -> io::Result<Self> {
         let end = u64::try_from(length).ok().and_then(|length| offset.checked_add(length));
         let file_length = std::fs::File::from(file.try_clone_to_owned()?).metadata()?.len();
         if end.is_none_or(|end| end > file_length) {
@@ -84,37 +85,35 @@ impl RamMapping {
         Self::map(length, flags, Some((file, offset)))
     }
 
-    fn map(length: usize, flags: i32, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {
+    fn map(length: usize, flags: MapFlags, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         if length == 0 || !length.is_multiple_of(PAGE_BYTES) {
             return Err(invalid());
         }
-        let (fd, offset) = file.map_or((-1, 0), |(file, offset)| (file.as_raw_fd(), offset));
-        let offset = libc::off_t::try_from(offset).map_err(|_| invalid())?;
         let room = length.checked_add(HUGE_PAGE_BYTES).ok_or_else(invalid)?;
-        let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let base = unsafe { libc::mmap(ptr::null_mut(), room, libc::PROT_NONE, reserve, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = unsafe { mmap_anonymous(ptr::null_mut(), room, ProtFlags::empty(), reserve) }?;
         let before = base.addr().wrapping_neg() % HUGE_PAGE_BYTES;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, flags | MapFlags::FIXED);
         // SAFETY: `before + length` is within the reservation made above, which is ours alone, so MAP_FIXED
         // replaces only our own mapping; the rest of the reservation on either side is unmapped.
         unsafe {
             let start = base.byte_add(before);
-            if libc::mmap(start, length, access, flags | libc::MAP_FIXED, fd, offset) == libc::MAP_FAILED {
-                let error = io::Error::last_os_error();
-                libc::munmap(base, room);
-                return Err(error);
+            let mapped = match file {
+                Some((fd, offset)) => mmap(start, length, access, flags, fd, offset),
+                None => mmap_anonymous(start, length, access, flags),
+            };
+            if let Err(errno) = mapped {
+                let _ = munmap(base, room);
+                return Err(errno.into());
             }
             if before > 0 {
-                libc::munmap(base, before);
+                let _ = munmap(base, before);
             }
             let after = room - before - length;
             if after > 0 {
-                libc::munmap(start.byte_add(length), after);
+                let _ = munmap(start.byte_add(length), after);
             }
             let start = NonNull::new(start.cast()).expect("after a reservation, which is not at 0");
             Ok(Self { start, length })
@@ -139,8 +138,8 @@ impl RamMapping {
 impl Drop for RamMapping {
     fn drop(&mut self) {
         // SAFETY: this is what `map` mapped, and every buffer over it borrows `self`.
-        let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
-        debug_assert_eq!(result, 0, "munmap of our own mapping");
+        let result = unsafe { munmap(self.start.as_ptr().cast(), self.length) };
+        debug_assert_eq!(result, Ok(()), "munmap of our own mapping");
     }
 }
 

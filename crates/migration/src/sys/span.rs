@@ -9,6 +9,8 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
+use rustix::io::retry_on_intr;
+use rustix::mm::{Advice, madvise};
 use towline_channel::{IoBuf, IoBufMut};
 
 use super::zero;
@@ -136,18 +138,18 @@ impl<'a> Span<'a> {
     /// # Errors
     /// The kernel has none, or not for this memory.
     pub fn advise_huge(&self) -> io::Result<()> {
-        self.advise(0, self.length, libc::MADV_HUGEPAGE)
+        self.advise(0, self.length, Advice::LinuxHugepage)
     }
 
     /// Lets the kernel allocate the pages of this range, as a write would, in one call.
     pub(crate) fn populate(&self, offset: usize, length: usize) -> io::Result<()> {
-        self.advise(offset, length, libc::MADV_POPULATE_WRITE)
+        self.advise(offset, length, Advice::LinuxPopulateWrite)
     }
 
     /// Discards the pages of this range. No references to them exist.
     pub(crate) fn discard(&self, offset: usize, length: usize) {
         // A kernel that refuses keeps the memory a little longer.
-        let _ = self.advise(offset, length, libc::MADV_DONTNEED);
+        let _ = self.advise(offset, length, Advice::LinuxDontNeed);
     }
 
     /// Writes a byte of each page back unchanged.
@@ -158,19 +160,11 @@ impl<'a> Span<'a> {
         }
     }
 
-    fn advise(&self, offset: usize, length: usize, advice: i32) -> io::Result<()> {
+    fn advise(&self, offset: usize, length: usize, advice: Advice) -> io::Result<()> {
         let start = self.at(offset, length);
-        loop {
-            // SAFETY: the range is within the span (`at`). No advice removes the mapping; one of them changes
-            // the content, which is permitted at any time: all access through Rust is atomic or volatile.
-            if unsafe { libc::madvise(start.cast(), length, advice) } == 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
-            }
-        }
+        // SAFETY: the range is within the span (`at`). No advice removes the mapping; one of them changes
+        // the content, which is permitted at any time: all access through Rust is atomic or volatile.
+        Ok(retry_on_intr(|| unsafe { madvise(start.cast(), length, advice) })?)
     }
 
     /// The address of a range.

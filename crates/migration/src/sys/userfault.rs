@@ -10,7 +10,7 @@
 //! user mode only, which needs no privilege.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use linux_raw_sys::general::{
     UFFD_API, UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED,
@@ -18,7 +18,9 @@ use linux_raw_sys::general::{
     uffdio_writeprotect,
 };
 use linux_raw_sys::ioctl::{UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WRITEPROTECT};
-use rustix::ioctl::opcode;
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
 use super::Span;
 
@@ -55,15 +57,13 @@ impl Userfault {
     /// # Errors
     /// `EPERM`, `ENOSYS`: not for this process, or not in this kernel; `EINVAL`: the kernel lacks a feature.
     pub(crate) fn open() -> io::Result<Self> {
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY.cast_signed();
-        // SAFETY: the call takes a number and makes a descriptor.
-        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-        let fd = i32::try_from(fd).ok().filter(|&fd| fd >= 0).ok_or_else(io::Error::last_os_error)?;
-        // SAFETY: a descriptor that the kernel has just made for us.
-        let this = Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } };
+        let user_mode = UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
+        // SAFETY: the descriptor is used only for what `register` is given.
+        let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | user_mode) }?;
+        let this = Self { fd };
         let mut api = uffdio_api { api: UFFD_API.into(), features: FEATURES, ioctls: 0 };
         // SAFETY: UFFDIO_API reads and writes one `uffdio_api`.
-        unsafe { this.ioctl(UFFDIO_API, &mut api) }?;
+        unsafe { this.ioctl::<UFFDIO_API, _>(&mut api) }?;
         Ok(this)
     }
 
@@ -80,7 +80,7 @@ impl Userfault {
         };
         // SAFETY: UFFDIO_REGISTER reads and writes one `uffdio_register`; the span is mapped, and
         // asynchronous write protection changes nothing that a program can see.
-        unsafe { self.ioctl(UFFDIO_REGISTER, &mut register) }
+        unsafe { self.ioctl::<UFFDIO_REGISTER, _>(&mut register) }
     }
 
     /// Protects the pages of `length` bytes from `offset` on, and marks those that are not there yet.
@@ -91,7 +91,7 @@ impl Userfault {
         let mut protect =
             uffdio_writeprotect { range: range(span, offset, length), mode: WRITEPROTECT_MODE_WP };
         // SAFETY: UFFDIO_WRITEPROTECT reads one `uffdio_writeprotect`; else as for `register`.
-        unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut protect) }
+        unsafe { self.ioctl::<UFFDIO_WRITEPROTECT, _>(&mut protect) }
     }
 
     /// Lifts everything from memory that was registered.
@@ -101,22 +101,18 @@ impl Userfault {
     pub(crate) fn unregister(&self, span: &Span<'_>) -> io::Result<()> {
         let mut whole = range(span, 0, span.length());
         // SAFETY: UFFDIO_UNREGISTER reads one `uffdio_range`; else as for `register`.
-        unsafe { self.ioctl(UFFDIO_UNREGISTER, &mut whole) }
+        unsafe { self.ioctl::<UFFDIO_UNREGISTER, _>(&mut whole) }
     }
 
     /// # Safety
     /// `argument` is of the type that this request reads and writes.
-    unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> io::Result<()> {
+    unsafe fn ioctl<const REQUEST: Opcode, T>(&self, argument: &mut T) -> io::Result<()> {
         loop {
             // SAFETY: the caller vouches for the argument, which lives until the call returns.
-            if unsafe { libc::ioctl(self.fd.as_raw_fd(), request.into(), std::ptr::from_mut(argument)) } == 0
-            {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            // EAGAIN: the address space was changing (a fork, an mmap); nothing was done.
-            if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) {
-                return Err(error);
+            match unsafe { ioctl(&self.fd, Updater::<REQUEST, T>::new(argument)) } {
+                // EAGAIN: the address space was changing (a fork, an mmap); nothing was done.
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                result => return Ok(result?),
             }
         }
     }
