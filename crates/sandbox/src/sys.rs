@@ -35,7 +35,12 @@ pub(super) fn install_handler() -> io::Result<()> {
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | libc::SA_ONSTACK | libc::SA_RESTART;
     // SAFETY: the handler has the type that SA_SIGINFO requires and is async-signal-safe.
-    match unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) } {
+    done(unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) }.into())
+}
+
+/// Result of a call of the C library that returns 0 if it has succeeded.
+fn done(result: libc::c_long) -> io::Result<()> {
+    match result {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -118,10 +123,7 @@ pub(super) mod tests {
     /// Makes a call that the program never makes.
     pub(crate) fn trace_me() -> io::Result<()> {
         // SAFETY: the call has no pointers, and is refused before it does anything.
-        match unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
+        done(unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) })
     }
 
     /// Makes a call with integer arguments; 0 is a null pointer.

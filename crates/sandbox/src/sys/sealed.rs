@@ -4,6 +4,10 @@
 use std::ffi::CString;
 use std::io;
 
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+
+use super::done;
+
 /// A path in memory that can be neither written nor unmapped (`mseal(2)`, Linux 6.10).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SealedPath(u64);
@@ -18,7 +22,7 @@ impl SealedPath {
     pub(crate) fn unlink(self) -> io::Result<()> {
         let path = self.0 as *const libc::c_char;
         // SAFETY: a `SealedPath` is the address of a NUL-terminated string in memory that is never unmapped.
-        check(unsafe { libc::unlinkat(libc::AT_FDCWD, path, 0) })
+        done(unsafe { libc::unlinkat(libc::AT_FDCWD, path, 0) }.into())
     }
 }
 
@@ -28,21 +32,15 @@ pub(crate) fn seal(names: &[CString]) -> io::Result<Vec<SealedPath>> {
     if bytes.is_empty() {
         return Ok(Vec::new());
     }
-    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the kernel chooses an unused address.
-    let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes.len(), access, flags, -1, 0) };
-    if base == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
+    let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes.len(), access, MapFlags::PRIVATE) }?;
     // SAFETY: the mapping is new, writable, and at least as long.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), base.cast(), bytes.len()) };
     // SAFETY: this is the whole mapping, and no reference to it exists.
-    check(unsafe { libc::mprotect(base, bytes.len(), libc::PROT_READ) })?;
+    unsafe { mprotect(base, bytes.len(), MprotectFlags::READ) }?;
     // SAFETY: the call takes an address, a length and no flags, and only forbids changes of the mapping.
-    let sealed = unsafe { libc::syscall(libc::SYS_mseal, base, bytes.len(), 0) };
-    if sealed != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    done(unsafe { libc::syscall(libc::SYS_mseal, base, bytes.len(), 0) })?;
     let mut address = base as u64;
     let sealed = |name: &CString| {
         let path = SealedPath(address);
@@ -50,11 +48,4 @@ pub(crate) fn seal(names: &[CString]) -> io::Result<Vec<SealedPath>> {
         path
     };
     Ok(names.iter().map(sealed).collect())
-}
-
-fn check(result: libc::c_int) -> io::Result<()> {
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
 }
