@@ -140,7 +140,7 @@ fn read(store: &Store) -> Result<Catalog> {
     let is_alive = LeaseEntry::is_alive;
     catalog.uploads = leases(store, LeaseKind::Upload, now)?.iter().filter(|lease| is_alive(lease)).count();
     for lease in leases(store, LeaseKind::Reader, now)?.iter().filter(|lease| is_alive(lease)) {
-        let Some(Ok(owner)) = lease.owner(store)? else { continue };
+        let Some(Some(owner)) = lease.owner(store)? else { continue };
         let LeaseOwner { image: Some(key), index: Some(index), .. } = owner else { continue };
         let is_read = |image: &Option<(String, Digest)>| *image == Some((key.clone(), index));
         if let Some(image) = indexes.iter().position(is_read) {

@@ -194,10 +194,7 @@ fn reader_needs(
         return Ok(needs);
     }
     for lease in readers {
-        let owner = match lease.owner(store)? {
-            None => continue,
-            Some(owner) => owner.ok(),
-        };
+        let Some(owner) = lease.owner(store)? else { continue };
         let index = owner.and_then(|owner| owner.index);
         if index.is_some_and(|index| referenced.indexes.contains(&index)) {
             continue;

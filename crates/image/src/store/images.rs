@@ -106,7 +106,7 @@ pub(super) fn remove_in(
 pub(super) fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
     let mut readers = Vec::new();
     for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
-        let Some(Ok(owner)) = lease.owner(store)? else { continue };
+        let Some(Some(owner)) = lease.owner(store)? else { continue };
         if let (Some(image), Some(index)) = (&owner.image, owner.index)
             && image == key
         {

@@ -131,13 +131,11 @@ impl LeaseEntry {
         self.0.age < LEASE_AGE_MAX
     }
 
-    /// Content of the lease; `None` if it has since been removed, the error's text if it is invalid.
-    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
+    /// Content of the lease; `None` if it has since been removed, `Some(None)` if it is invalid.
+    pub(super) fn owner(&self, store: &Store) -> Result<Option<Option<LeaseOwner>>> {
         match store.get(&self.0.key, LEASE_BYTES_MAX) {
-            Ok(bytes) => {
-                Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
-            }
-            Err(error @ Error::TooLong { .. }) => Ok(Some(Err(error.to_string()))),
+            Ok(bytes) => Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).ok())),
+            Err(Error::TooLong { .. }) => Ok(Some(None)),
             Err(error) => Err(error),
         }
     }
@@ -145,7 +143,7 @@ impl LeaseEntry {
     /// Description of its owner.
     pub(super) fn describe_owner(&self, store: &Store) -> String {
         let owner = match self.owner(store) {
-            Ok(Some(Ok(owner))) => owner.describe(),
+            Ok(Some(Some(owner))) => owner.describe(),
             _ => "an unknown process".to_owned(),
         };
         format!("{owner} ({})", store.object_name(&self.0.key))
