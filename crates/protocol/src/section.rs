@@ -26,19 +26,12 @@ pub enum SectionType {
 impl SectionType {
     /// The type of this byte; an unknown one is an error that names what was `expected`.
     pub fn decode(byte: u8, expected: &'static str) -> Result<Self> {
-        Ok(match byte {
-            0x00 => Self::Eof,
-            0x01 => Self::Start,
-            0x02 => Self::Part,
-            0x03 => Self::End,
-            0x04 => Self::Full,
-            0x05 => Self::Subsection,
-            0x06 => Self::VmDescription,
-            0x07 => Self::Configuration,
-            0x08 => Self::Command,
-            0x7e => Self::Footer,
-            found => return Err(InvalidMessage::SectionType { found, expected }.into()),
-        })
+        use SectionType::{
+            Command, Configuration, End, Eof, Footer, Full, Part, Start, Subsection, VmDescription,
+        };
+        let all = [Eof, Start, Part, End, Full, Subsection, VmDescription, Configuration, Command, Footer];
+        let unknown = || InvalidMessage::SectionType { found: byte, expected }.into();
+        all.into_iter().find(|kind| *kind as u8 == byte).ok_or_else(unknown)
     }
 }
 
