@@ -48,6 +48,7 @@ pub(crate) enum Sent {
 }
 
 /// Reason why a frame was not written.
+#[derive(Clone, Copy)]
 enum WriteError {
     TapFull,
     Dropped(DropReason),
@@ -172,10 +173,8 @@ impl Transmitter {
         for (done, chain) in group.map(|index| self.batch.chain(index)).enumerate() {
             let written =
                 check(chain, tap).and_then(|bytes| written(results.next().unwrap_or(-libc::EAGAIN), bytes));
-            match settle(written, results.clone()) {
-                Ok(bytes) => counted.add_frame(bytes),
-                Err(WriteError::TapFull) => return done,
-                Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
+            if !settle(written, results.clone(), counted) {
+                return done;
             }
             ring.complete(chain, 0);
         }
@@ -200,10 +199,8 @@ pub(crate) fn send_held(frames: &[Frame], tap: TapContext<'_>, counted: &mut Bat
     let mut later = results.into_iter();
     for (done, frame) in frames.iter().enumerate() {
         let result = later.next().unwrap_or(-libc::EAGAIN);
-        match settle(written(result, frame.bytes.len() - HEADER_BYTES), later.clone()) {
-            Ok(bytes) => counted.add_frame(bytes),
-            Err(WriteError::TapFull) => return done,
-            Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
+        if !settle(written(result, frame.bytes.len() - HEADER_BYTES), later.clone(), counted) {
+            return done;
         }
     }
     frames.len()
@@ -218,19 +215,14 @@ fn copy(chain: Chain<'_>, header_bytes: usize) -> Box<[u8]> {
     bytes.into_boxed_slice()
 }
 
-/// Sends one frame, or drops it.
+/// Sends one frame, or drops it. Returns false if the tap has no room.
 #[cfg(feature = "af-xdp")]
-pub(crate) fn send_frame(chain: Chain<'_>, tap: TapContext<'_>, counted: &mut BatchCounters) -> Sent {
+pub(crate) fn send_frame(chain: Chain<'_>, tap: TapContext<'_>, counted: &mut BatchCounters) -> bool {
     let written = check(chain, tap).and_then(|bytes| {
         tap.queue.write(&chain.readable().collect::<Vec<_>>())?;
         Ok(bytes)
     });
-    match written {
-        Ok(bytes) => counted.add_frame(bytes),
-        Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
-        Err(WriteError::TapFull) => return Sent::TapFull,
-    }
-    Sent::Done
+    settle(written, std::iter::empty(), counted)
 }
 
 /// Returns the length of a frame without the virtio header, or the reason for not writing it.
@@ -248,18 +240,20 @@ fn check(chain: Chain<'_>, tap: TapContext<'_>) -> Result<usize, WriteError> {
     Ok(length - header_bytes)
 }
 
-/// Drops a frame for which the tap had no room if one of the `later` results is a success: that order is not changed, as this happens
-/// once (`write_frames`).
+/// Counts a frame that was written or dropped. Returns false if the tap had no room for it; it is dropped if one of the `later` results is a
+/// success: that order is not changed, as this happens once (`write_frames`).
 fn settle(
     written: Result<usize, WriteError>,
     mut later: impl Iterator<Item = i32>,
-) -> Result<usize, WriteError> {
+    counted: &mut BatchCounters,
+) -> bool {
     match written {
-        Err(WriteError::TapFull) if later.any(|result| result >= 0) => {
-            Err(WriteError::Dropped(DropReason::NoRoom))
-        }
-        written => written,
+        Ok(bytes) => counted.add_frame(bytes),
+        Err(WriteError::TapFull) if later.any(|result| result >= 0) => counted.add_drop(DropReason::NoRoom),
+        Err(WriteError::TapFull) => return false,
+        Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
     }
+    true
 }
 
 /// Returns the length of a frame with this result of its write.

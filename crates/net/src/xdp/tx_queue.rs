@@ -199,7 +199,7 @@ impl TxQueue {
             BuildOutcome::NoRoom => return Sent::QueueFull,
             BuildOutcome::Unsupported => {
                 let before = counted.since.packets;
-                if send_frame(chain, tap, counted) == Sent::TapFull {
+                if !send_frame(chain, tap, counted) {
                     return Sent::TapFull;
                 }
                 counted.add_copies(CopyReason::Tap, counted.since.packets - before);
