@@ -16,6 +16,8 @@ use crate::pattern::{PAGE_SIZE, mixed};
 
 /// Interval of the bursts of writes.
 const BURST_INTERVAL: Duration = Duration::from_millis(10);
+/// Maximum number of pages of each kind that a failed check names.
+const PAGES_NAMED_MAX: usize = 8;
 
 /// The range with its ledger, and the thread that writes it.
 pub(crate) struct Load {
@@ -23,13 +25,6 @@ pub(crate) struct Load {
     pages_written: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     writer: Option<JoinHandle<()>>,
-}
-
-/// Result of a check of every page.
-pub(crate) struct Verdict {
-    pub(crate) pages: usize,
-    pub(crate) torn: Vec<usize>,
-    pub(crate) stale: Vec<usize>,
 }
 
 struct Range {
@@ -75,8 +70,8 @@ impl Load {
         }
     }
 
-    /// Checks every page. The writer is blocked during the check.
-    pub(crate) fn check(&self) -> Verdict {
+    /// Checks every page, and returns their number. The writer is blocked during the check.
+    pub(crate) fn check(&self) -> Result<usize> {
         self.range.lock().unwrap_or_else(PoisonError::into_inner).check()
     }
 }
@@ -99,19 +94,29 @@ impl Range {
         }
     }
 
-    fn check(&self) -> Verdict {
-        let mut verdict = Verdict { pages: self.generations.len(), torn: Vec::new(), stale: Vec::new() };
+    fn check(&self) -> Result<usize> {
+        let (mut torn, mut stale) = (Vec::new(), Vec::new());
         for (index, page) in self.bytes.chunks_exact(PAGE_SIZE).enumerate() {
             let found = |at: usize| u64::from_ne_bytes(page[at * 8..][..8].try_into().expect("8 bytes"));
             let generation = found(1);
             let whole = words(index, generation).enumerate().all(|(at, value)| found(at) == value);
             if !whole {
-                verdict.torn.push(index);
+                torn.push(index);
             } else if generation != self.generations[index] {
-                verdict.stale.push(index);
+                stale.push(index);
             }
         }
-        verdict
+        let pages = self.generations.len();
+        let named = |pages: &[usize]| format!("{:?}", &pages[..pages.len().min(PAGES_NAMED_MAX)]);
+        ensure!(
+            torn.is_empty() && stale.is_empty(),
+            "of {pages} pages {} are torn (first {}) and {} stale (first {})",
+            torn.len(),
+            named(&torn),
+            stale.len(),
+            named(&stale)
+        );
+        Ok(pages)
     }
 }
 
