@@ -4,16 +4,17 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use memmap2::MmapMut;
 
 use crate::dirty::Load;
 use crate::net;
-use crate::pattern::Memory;
+use crate::pattern;
 use crate::tick::Tick;
 
 /// State of the guest as set by the commands so far.
 pub(crate) struct Agent {
     tick: Tick,
-    memory: Option<Memory>,
+    memory: Option<MmapMut>,
     load: Option<Load>,
 }
 
@@ -35,13 +36,13 @@ impl Agent {
             }
             ("fill", [length, seed]) => {
                 let (length, seed) = (number(length)?, number(seed)?);
-                self.replace(|| Memory::filled(usize::try_from(length)?, seed))
+                self.replace(|| pattern::filled(usize::try_from(length)?, seed))
             }
             ("zero", [length]) => {
                 let length = number(length)?;
-                self.replace(|| Memory::zeroed(usize::try_from(length)?))
+                self.replace(|| pattern::zeroed(usize::try_from(length)?))
             }
-            ("hash", []) => Ok(format!("{:016x}", self.filled()?.hash())),
+            ("hash", []) => Ok(format!("{:016x}", pattern::hash(self.filled()?))),
             ("dirty", [rate, length]) => {
                 self.load = None;
                 self.load = Some(Load::start(usize::try_from(number(length)?)?, number(rate)?)?);
@@ -65,14 +66,14 @@ impl Agent {
     }
 
     /// Frees the old memory first: there may not be room for both.
-    fn replace(&mut self, make: impl FnOnce() -> Result<Memory>) -> Result<String> {
+    fn replace(&mut self, make: impl FnOnce() -> Result<MmapMut>) -> Result<String> {
         self.memory = None;
         let started = Instant::now();
         self.memory = Some(make()?);
         Ok(started.elapsed().as_micros().to_string())
     }
 
-    fn filled(&self) -> Result<&Memory> {
+    fn filled(&self) -> Result<&MmapMut> {
         self.memory.as_ref().context("nothing is filled; ask for `fill` or `zero` first")
     }
 

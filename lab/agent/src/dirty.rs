@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use memmap2::MmapMut;
 
-use crate::pattern::{PAGE_SIZE, mixed};
+use crate::pattern::{PAGE_SIZE, mapped, mixed};
 
 /// Interval of the bursts of writes.
 const BURST_INTERVAL: Duration = Duration::from_millis(10);
@@ -36,12 +36,7 @@ struct Range {
 impl Load {
     /// Writes `length` bytes once, then continues at `rate` bytes per second, round and round.
     pub(crate) fn start(length: usize, rate: u64) -> Result<Self> {
-        ensure!(
-            length > 0 && length.is_multiple_of(PAGE_SIZE),
-            "{length} bytes, expected a multiple of {PAGE_SIZE}"
-        );
-        let pages = length / PAGE_SIZE;
-        let bytes = MmapMut::map_anon(length).with_context(|| format!("no {length} bytes available"))?;
+        let (bytes, pages) = (mapped(length)?, length / PAGE_SIZE);
         let mut range = Range { bytes, generations: vec![0; pages], next: 0 };
         for _ in 0..pages {
             range.write_next();

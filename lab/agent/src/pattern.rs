@@ -5,79 +5,62 @@
 //! each 8. No two pages are alike, and within a page nothing repeats.
 
 use std::num::NonZero;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::thread::{ScopedJoinHandle, available_parallelism, scope};
+use std::thread::{available_parallelism, scope};
 
 use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 use twox_hash::XxHash64;
 
 pub(crate) const PAGE_SIZE: usize = 4096;
-/// Bytes that one thread hashes at a time.
+/// Bytes of one hash.
 const PART_SIZE: usize = 64 << 20;
 
-/// A range of anonymous memory that the host requested.
-pub(crate) struct Memory {
-    bytes: MmapMut,
+/// `length` bytes, every page touched and zero.
+pub(crate) fn zeroed(length: usize) -> Result<MmapMut> {
+    let mut memory = mapped(length)?;
+    memory.fill(0);
+    Ok(memory)
 }
 
-impl Memory {
-    /// `length` bytes, every page touched and zero.
-    pub(crate) fn zeroed(length: usize) -> Result<Self> {
-        let mut memory = Self::mapped(length)?;
-        memory.bytes.fill(0);
-        Ok(memory)
+/// `length` bytes of the pattern of `seed`.
+pub(crate) fn filled(length: usize, seed: u64) -> Result<MmapMut> {
+    let mut memory = mapped(length)?;
+    let mut state = seed;
+    let mut table = [0_u8; PAGE_SIZE];
+    for word in table.chunks_exact_mut(8) {
+        word.copy_from_slice(&next(&mut state).to_ne_bytes());
     }
-
-    /// `length` bytes of the pattern of `seed`.
-    pub(crate) fn filled(length: usize, seed: u64) -> Result<Self> {
-        let mut memory = Self::mapped(length)?;
-        let mut state = seed;
-        let mut table = [0_u8; PAGE_SIZE];
-        for word in table.chunks_exact_mut(8) {
-            word.copy_from_slice(&next(&mut state).to_ne_bytes());
+    for page in memory.chunks_mut(PAGE_SIZE) {
+        let key = u128::from(next(&mut state)) << 64 | u128::from(next(&mut state));
+        for (to, from) in page.chunks_exact_mut(16).zip(table.chunks_exact(16)) {
+            let from = u128::from_ne_bytes(from.try_into().expect("chunks of 16"));
+            to.copy_from_slice(&(from ^ key).to_ne_bytes());
         }
-        for page in memory.bytes.chunks_mut(PAGE_SIZE) {
-            let key = u128::from(next(&mut state)) << 64 | u128::from(next(&mut state));
-            for (to, from) in page.chunks_exact_mut(16).zip(table.chunks_exact(16)) {
-                let from = u128::from_ne_bytes(from.try_into().expect("chunks of 16"));
-                to.copy_from_slice(&(from ^ key).to_ne_bytes());
-            }
-        }
-        Ok(memory)
     }
+    Ok(memory)
+}
 
-    /// XXH64 of the XXH64s of each [`PART_SIZE`] bytes, computed on all processors.
-    pub(crate) fn hash(&self) -> u64 {
-        let next = AtomicUsize::new(0);
-        let parts = self.bytes.len().div_ceil(PART_SIZE);
-        let work = || {
-            let taken =
-                std::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|index| *index < parts));
-            let hash = |index: usize| {
-                let bytes = &self.bytes[index * PART_SIZE..];
-                (index, XxHash64::oneshot(0, &bytes[..PART_SIZE.min(bytes.len())]))
-            };
-            taken.map(hash).collect::<Vec<_>>()
-        };
-        let processors = available_parallelism().map_or(1, NonZero::get);
-        let mut hashes = scope(|scope| {
-            let threads: Vec<_> = (0..processors.min(parts)).map(|_| scope.spawn(work)).collect();
-            let of_thread = |thread: ScopedJoinHandle<'_, _>| thread.join().expect("hashing cannot fail");
-            threads.into_iter().flat_map(of_thread).collect::<Vec<_>>()
-        });
-        hashes.sort_unstable();
-        let bytes: Vec<u8> = hashes.into_iter().flat_map(|(_, hash)| hash.to_le_bytes()).collect();
-        XxHash64::oneshot(0, &bytes)
-    }
+/// XXH64 of the XXH64s of each [`PART_SIZE`] bytes, computed on all processors.
+pub(crate) fn hash(memory: &[u8]) -> u64 {
+    let parts: Vec<_> = memory.chunks(PART_SIZE).collect();
+    let of_each = parts.len().div_ceil(available_parallelism().map_or(1, NonZero::get));
+    let hashed = |parts: &[&[u8]]| {
+        parts.iter().flat_map(|part| XxHash64::oneshot(0, part).to_le_bytes()).collect::<Vec<_>>()
+    };
+    let hashes: Vec<u8> = scope(|scope| {
+        let threads: Vec<_> = parts.chunks(of_each).map(|parts| scope.spawn(move || hashed(parts))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("hashing cannot fail")).collect()
+    });
+    XxHash64::oneshot(0, &hashes)
+}
 
-    fn mapped(length: usize) -> Result<Self> {
-        ensure!(
-            length > 0 && length.is_multiple_of(PAGE_SIZE),
-            "{length} bytes, expected a multiple of {PAGE_SIZE}"
-        );
-        Ok(Self { bytes: MmapMut::map_anon(length).with_context(|| format!("no {length} bytes available"))? })
-    }
+/// `length` bytes of anonymous memory, in whole pages.
+pub(crate) fn mapped(length: usize) -> Result<MmapMut> {
+    ensure!(
+        length > 0 && length.is_multiple_of(PAGE_SIZE),
+        "{length} bytes, expected a multiple of {PAGE_SIZE}"
+    );
+    MmapMut::map_anon(length).with_context(|| format!("no {length} bytes available"))
 }
 
 /// Returns the next number of a splitmix64 sequence.
