@@ -4,8 +4,8 @@
 //! elsewhere in memory holds the generation that each page must have. A page whose words disagree is torn; a
 //! consistent page that disagrees with the ledger is stale.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,6 @@ const PAGES_NAMED_MAX: usize = 8;
 /// The range with its ledger, and the thread that writes it.
 pub(crate) struct Load {
     range: Arc<Mutex<Range>>,
-    pages_written: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     writer: Option<JoinHandle<()>>,
 }
@@ -42,19 +41,18 @@ impl Load {
             range.write_next();
         }
         let range = Arc::new(Mutex::new(range));
-        let (pages_written, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+        let stop = Arc::<AtomicBool>::default();
         let writer = {
-            let (range, written, stop) = (range.clone(), pages_written.clone(), stop.clone());
-            std::thread::Builder::new()
-                .name("dirty".into())
-                .spawn(move || write(&range, rate, &written, &stop))?
+            let (range, stop) = (range.clone(), stop.clone());
+            std::thread::Builder::new().name("dirty".into()).spawn(move || write(&range, rate, &stop))?
         };
-        Ok(Self { range, pages_written, stop, writer: Some(writer) })
+        Ok(Self { range, stop, writer: Some(writer) })
     }
 
     /// Pages written since the start, without the first round.
     pub(crate) fn pages_written(&self) -> u64 {
-        self.pages_written.load(Relaxed)
+        let range = locked(&self.range);
+        range.generations.iter().sum::<u64>() - range.generations.len() as u64
     }
 
     /// Stops writing; the range stays and can be checked.
@@ -67,7 +65,7 @@ impl Load {
 
     /// Checks every page, and returns their number. The writer is blocked during the check.
     pub(crate) fn check(&self) -> Result<usize> {
-        self.range.lock().unwrap_or_else(PoisonError::into_inner).check()
+        locked(&self.range).check()
     }
 }
 
@@ -123,7 +121,11 @@ fn words(index: usize, generation: u64) -> impl Iterator<Item = u64> {
     [index as u64, generation].into_iter().chain(rest)
 }
 
-fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &AtomicBool) {
+fn locked(range: &Mutex<Range>) -> MutexGuard<'_, Range> {
+    range.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write(range: &Mutex<Range>, rate: u64, stop: &AtomicBool) {
     let mut due_bytes = 0;
     let mut last = Instant::now();
     while !stop.load(Relaxed) {
@@ -135,8 +137,7 @@ fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &Atom
         due_bytes += u64::try_from(elapsed.as_micros()).expect("at most 40 ms") * rate / 1_000_000;
         while due_bytes >= PAGE_SIZE as u64 && !stop.load(Relaxed) {
             // Locked for one page at a time, so a check never waits long.
-            range.lock().unwrap_or_else(PoisonError::into_inner).write_next();
-            pages_written.fetch_add(1, Relaxed);
+            locked(range).write_next();
             due_bytes -= PAGE_SIZE as u64;
             // Bytes beyond the reachable rate are not carried over either.
             if last.elapsed() > BURST_INTERVAL * 4 {
