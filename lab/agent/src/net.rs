@@ -1,6 +1,6 @@
 //! Traffic of the guest through its network card: an echo server and a client of one.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::thread;
 use std::time::Instant;
@@ -19,7 +19,7 @@ pub(crate) fn echo(port: u16) -> Result<()> {
     thread::Builder::new().name("echo".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
             // A peer that disconnects ends only its own connection.
-            thread::spawn(move || drop(echo_stream(stream)));
+            thread::spawn(move || drop(echo_stream(&stream)));
         }
     })?;
     thread::Builder::new().name("echo-udp".into()).spawn(move || {
@@ -33,17 +33,9 @@ pub(crate) fn echo(port: u16) -> Result<()> {
     Ok(())
 }
 
-fn echo_stream(mut stream: TcpStream) -> std::io::Result<()> {
+fn echo_stream(mut stream: &TcpStream) -> std::io::Result<u64> {
     stream.set_nodelay(true)?;
-    let mut bytes = vec![0; PART];
-    loop {
-        match stream.read(&mut bytes) {
-            Ok(0) => return Ok(()),
-            Ok(length) => stream.write_all(&bytes[..length])?,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
+    std::io::copy(&mut BufReader::with_capacity(PART, stream), &mut stream)
 }
 
 /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
