@@ -1,6 +1,7 @@
 //! The commands, one function each.
 
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -13,7 +14,7 @@ use crate::tick::Tick;
 
 /// State of the guest as set by the commands so far.
 pub(crate) struct Agent {
-    tick: Tick,
+    tick: Arc<Tick>,
     memory: Option<MmapMut>,
     load: Option<Load>,
 }

@@ -8,36 +8,36 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// Interval of the counter, unless another one is set.
-const INTERVAL: Duration = Duration::from_millis(5);
+/// Interval of the counter in milliseconds, unless another one is set.
+const INTERVAL_MS: u64 = 5;
 const PAGE_SIZE: u64 = 4096;
 /// Bits of a pagemap entry that hold the frame number (Documentation/admin-guide/mm/pagemap.rst).
 const FRAME_MASK: u64 = (1 << 55) - 1;
 
 /// The counter, stepped by a separate thread.
 pub(crate) struct Tick {
-    counter: Arc<AtomicU64>,
-    interval_ms: Arc<AtomicU64>,
+    counter: AtomicU64,
+    /// In milliseconds.
+    interval: AtomicU64,
 }
 
 impl Tick {
-    pub(crate) fn start() -> Result<Self> {
-        let counter = Arc::new(AtomicU64::new(1));
-        let stepped = counter.clone();
-        let interval_ms = Arc::new(AtomicU64::new(INTERVAL.as_millis() as u64));
-        let slept = interval_ms.clone();
+    pub(crate) fn start() -> Result<Arc<Self>> {
+        let interval = AtomicU64::new(INTERVAL_MS);
+        let tick = Arc::new(Self { counter: AtomicU64::new(1), interval });
+        let stepped = tick.clone();
         std::thread::Builder::new().name("tick".into()).spawn(move || {
             loop {
-                std::thread::sleep(Duration::from_millis(slept.load(Relaxed)));
-                stepped.fetch_add(1, Relaxed);
+                std::thread::sleep(Duration::from_millis(stepped.interval.load(Relaxed)));
+                stepped.counter.fetch_add(1, Relaxed);
             }
         })?;
-        Ok(Self { counter, interval_ms })
+        Ok(tick)
     }
 
     /// Steps the counter at this interval, from its next step on.
     pub(crate) fn set_interval(&self, milliseconds: u64) {
-        self.interval_ms.store(milliseconds, Relaxed);
+        self.interval.store(milliseconds, Relaxed);
     }
 
     pub(crate) fn value(&self) -> u64 {
@@ -46,7 +46,7 @@ impl Tick {
 
     /// Guest-physical address of the counter, for the host to read without the agent.
     pub(crate) fn physical_address(&self) -> Result<u64> {
-        let address = &raw const *self.counter as u64;
+        let address = &raw const self.counter as u64;
         let mut pagemap = File::open("/proc/self/pagemap")?;
         pagemap.seek(SeekFrom::Start(address / PAGE_SIZE * 8))?;
         let mut entry = [0; 8];
