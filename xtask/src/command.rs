@@ -5,12 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
-
-/// The workspace's root.
-pub(crate) fn root() -> PathBuf {
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    manifest.parent().expect("xtask lies one level below the root").to_path_buf()
-}
+pub(crate) use towline_lab::paths::workspace as root;
 
 /// The cargo that runs us, started in the workspace's root, with no terminal to ask.
 pub(crate) fn cargo<const N: usize>(arguments: [&str; N]) -> Command {

@@ -93,5 +93,5 @@ fn run_those(checks: impl Iterator<Item = Check>) -> Result<()> {
 }
 
 fn sources() -> Result<()> {
-    refuse("", &sources::faults(&root())?)
+    refuse("", &sources::faults(root())?)
 }

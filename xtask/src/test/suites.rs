@@ -103,10 +103,11 @@ pub(super) struct Ended {
 
 /// Builds all tests, and the program that they drive, and returns the tests, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root(), part: Part::All };
+    let documentation =
+        Suite { name: DOCUMENTATION.into(), program: None, package: root().into(), part: Part::All };
     let mut suites = vec![documentation];
     let messages = compile(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
-    suites.extend(messages.iter().filter_map(|message| suite(message, &root())));
+    suites.extend(messages.iter().filter_map(|message| suite(message, root())));
     sort(&mut suites);
     part(&mut suites);
     let messages = compile(cargo(["build", "--package", "towline-cli", MESSAGES]))?;
@@ -126,7 +127,7 @@ pub(super) fn build() -> Result<Vec<Suite>> {
 pub(super) fn build_units() -> Result<Vec<Suite>> {
     let messages =
         compile(cargo(["test", "--workspace", "--exclude", "towline-fuzz", "--lib", "--no-run", MESSAGES]))?;
-    let mut suites: Vec<Suite> = messages.iter().filter_map(|message| suite(message, &root())).collect();
+    let mut suites: Vec<Suite> = messages.iter().filter_map(|message| suite(message, root())).collect();
     suites.retain(|suite| ["crates/", "bench/"].iter().any(|part| suite.name.starts_with(part)));
     sort(&mut suites);
     Ok(suites)
