@@ -52,15 +52,12 @@ pub(crate) fn script<'a>(name: &str, arguments: impl IntoIterator<Item = &'a str
     run(script.args(arguments).env("TOWLINE_TARGET", target_directory()?))
 }
 
-/// Runs `command` quietly and returns what it wrote to its standard output; fails unless it exits with 0.
+/// Runs `command` and returns what it wrote to its standard output; fails unless it exits with 0.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("{} cannot be started", shown(command)))?;
+    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let output = output.with_context(|| format!("{} cannot be started", shown(command)))?;
     if !output.status.success() {
-        let text = String::from_utf8_lossy(&output.stderr);
-        bail!("{} failed with {}: {}", shown(command), output.status, last_lines(&text, 12));
+        bail!("{} failed with {}", shown(command), output.status);
     }
     String::from_utf8(output.stdout).with_context(|| format!("{} wrote invalid UTF-8", shown(command)))
 }
@@ -69,12 +66,6 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 pub(crate) fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
-}
-
-/// The last `count` lines of `text`.
-pub(crate) fn last_lines(text: &str, count: usize) -> String {
-    let lines: Vec<_> = text.trim_end().lines().collect();
-    lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
 /// Cargo's target directory.

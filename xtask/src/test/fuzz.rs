@@ -12,11 +12,13 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::Extent;
 use super::counts::Counts;
-use crate::command::{cargo, last_lines, packages, root, run as run_command, shown, target_directory};
+use crate::command::{cargo, packages, root, run as run_command, shown, target_directory};
 
 /// Time that a target may take beyond that: its last input may be slow.
 const GRACE: Duration = Duration::from_secs(60);
 
+/// Number of lines of a target's output in an error.
+const LINES_SHOWN: usize = 40;
 /// Time limit of a long run of a target.
 const LONG_SECONDS: u64 = 3600;
 
@@ -122,7 +124,9 @@ fn fuzz(name: &str, options: &[&str], seconds: u64) -> Result<()> {
     let output = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
     let text = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        bail!("{} ended with {}:\n{}", shown(&command), output.status, last_lines(&text, 40));
+        let lines: Vec<_> = text.lines().collect();
+        let last = lines[lines.len().saturating_sub(LINES_SHOWN)..].join("\n");
+        bail!("{} ended with {}:\n{last}", shown(&command), output.status);
     }
     let runs = text.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
     println!(

@@ -6,17 +6,17 @@ use std::collections::VecDeque;
 use std::env;
 use std::fs::{copy, create_dir_all, remove_file};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{available_parallelism, scope};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::counts::Counts;
 use super::process::{built, watched};
-use crate::command::{cargo, root, shown, target_directory};
+use crate::command::{cargo, output, root, target_directory};
 use crate::times::Usage;
 
 /// Suites that take longest, in this order; the others follow as cargo names them.
@@ -157,14 +157,9 @@ fn shipped_program() -> Result<PathBuf> {
 
 /// Runs this build and returns cargo's messages.
 fn compile(mut command: Command) -> Result<Vec<Value>> {
-    let output = built(command.stderr(Stdio::inherit()))?.output()?;
-    if !output.status.success() {
-        bail!("{} failed with {}", shown(&command), output.status);
-    }
-    let text = String::from_utf8(output.stdout).context("cargo wrote invalid UTF-8")?;
-    let message =
-        |line: &str| serde_json::from_str(line).with_context(|| format!("a message of cargo's: {line}"));
-    text.lines().map(message).collect()
+    let text = output(built(&mut command)?)?;
+    let messages = serde_json::Deserializer::from_str(&text).into_iter();
+    messages.collect::<Result<_, _>>().context("a message of cargo's")
 }
 
 /// The test program that this message of cargo's reports.
