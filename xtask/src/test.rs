@@ -132,10 +132,10 @@ fn tests(
     let deadline = Instant::now() + extent.within();
     let mut wrong = Vec::new();
     for ended in suites::run(suites, extent, deadline, started) {
-        report.times.part(&ended.suite.name, ended.usage);
-        report.counts.add(&ended.counts);
+        report.times.part(&ended.name, ended.usage);
+        report.counts.read(&ended.output);
         if let Err(error) = ended.outcome {
-            wrong.push(format!("{}: {error:#}", ended.suite.name));
+            wrong.push(format!("{}: {error:#}", ended.name));
         }
     }
     refuse("", &wrong)

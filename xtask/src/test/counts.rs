@@ -14,41 +14,33 @@ pub(crate) struct Counts {
     pub(crate) failures: Vec<String>,
     /// Names of those that were skipped, with the reason.
     pub(crate) skips: Vec<String>,
-    returned_early: usize,
 }
 
 impl Counts {
-    /// Adds the counts of one line.
-    pub(crate) fn read(&mut self, line: &str) {
-        if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
-            self.skips.push(skip.to_owned());
-            self.skipped += 1;
-            self.returned_early += 1;
+    /// Adds the counts in the output of one run.
+    pub(crate) fn read(&mut self, output: &str) {
+        // A test that skips itself returns early, and the harness takes that for a pass.
+        let mut returned_early = 0;
+        for line in output.lines() {
+            if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
+                self.skips.push(skip.to_owned());
+                self.skipped += 1;
+                returned_early += 1;
+            }
+            let Some(test) = line.strip_prefix("test ") else { continue };
+            if let Some(result) = test.strip_prefix("result: ") {
+                self.passed += number_before(result, " passed").saturating_sub(returned_early);
+                self.failed += number_before(result, " failed");
+                returned_early = 0;
+            } else if let Some(name) = test.strip_suffix(" ... FAILED") {
+                self.failures.push(name.to_owned());
+            } else if let Some((_, ", nightly")) = test.split_once(" ... ignored") {
+                self.nightly += 1;
+            } else if let Some((name, reason)) = test.split_once(" ... ignored") {
+                self.skipped += 1;
+                self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
+            }
         }
-        let Some(test) = line.strip_prefix("test ") else { return };
-        if let Some(result) = test.strip_prefix("result: ") {
-            // A test that skips itself returns early, and the harness takes that for a pass.
-            let passed = number_before(result, " passed");
-            self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
-            self.failed += number_before(result, " failed");
-        } else if let Some(name) = test.strip_suffix(" ... FAILED") {
-            self.failures.push(name.to_owned());
-        } else if let Some((_, ", nightly")) = test.split_once(" ... ignored") {
-            self.nightly += 1;
-        } else if let Some((name, reason)) = test.split_once(" ... ignored") {
-            self.skipped += 1;
-            self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
-        }
-    }
-
-    /// Adds those of one step.
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.passed += other.passed;
-        self.failed += other.failed;
-        self.skipped += other.skipped;
-        self.nightly += other.nightly;
-        self.failures.extend(other.failures.iter().cloned());
-        self.skips.extend(other.skips.iter().cloned());
     }
 }
 
@@ -71,7 +63,7 @@ mod tests {
     #[test]
     fn results_are_summed_and_skips_are_no_passes() {
         let mut counts = Counts::default();
-        for line in [
+        let output = [
             "test a ... ok",
             "SKIPPED b: target/lab is missing; run `cargo xtask setup`",
             "test b ... ok",
@@ -80,16 +72,14 @@ mod tests {
             "test c::d ... FAILED",
             "test result: ok. 2 passed; 0 failed; 2 ignored; 0 measured; 3 filtered out; finished in 0.00s",
             "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
-        ] {
-            counts.read(line);
-        }
+        ];
+        counts.read(&output.join("\n"));
         let failures = vec!["c::d".to_owned()];
         let skips = vec![
             "b: target/lab is missing; run `cargo xtask setup`".to_owned(),
             "d: a measurement".to_owned(),
         ];
-        let expected =
-            Counts { passed: 11, failed: 2, skipped: 2, nightly: 1, failures, skips, returned_early: 0 };
+        let expected = Counts { passed: 11, failed: 2, skipped: 2, nightly: 1, failures, skips };
         assert_eq!(counts, expected);
         assert_eq!(counts.to_string(), "11 passed, 2 failed, 2 skipped");
     }

@@ -5,13 +5,13 @@
 //! fuzz`).
 
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use super::Extent;
 use super::counts::Counts;
+use super::process::in_threads;
 use crate::command::{cargo, packages, root, run as run_command, shown, target_directory};
 
 /// Time that a target may take beyond that: its last input may be slow.
@@ -81,23 +81,16 @@ pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
         Extent::Check | Extent::Change => 2,
         Extent::Nightly => 60,
     };
-    let option = format!("-max_total_time={seconds}");
-    let failed = Mutex::new(Vec::new());
-    let next = Mutex::new(names.iter());
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some(name) = next.lock().ok().and_then(|mut next| next.next()) {
-                    if let Err(error) = fuzz(name, &[&option], seconds) {
-                        eprintln!("fuzz {name}: {error:#}");
-                        failed.lock().expect("no thread panics while it holds the lock").push(name.as_str());
-                    }
-                }
-            });
+    let (option, count) = (format!("-max_total_time={seconds}"), names.len());
+    let each = |name: String| match fuzz(&name, &[&option], seconds) {
+        Ok(()) => None,
+        Err(error) => {
+            eprintln!("fuzz {name}: {error:#}");
+            Some(name)
         }
-    });
-    let failed = failed.into_inner().expect("no thread panics while it holds the lock");
-    counts.passed += names.len() - failed.len();
+    };
+    let failed: Vec<String> = in_threads(0, names, each).into_iter().flatten().collect();
+    counts.passed += count - failed.len();
     counts.failed += failed.len();
     if failed.is_empty() {
         return Ok(());

@@ -1,7 +1,11 @@
 //! Builds and test programs as processes.
 
 use std::io::{BufRead as _, BufReader};
+use std::iter::from_fn;
+use std::panic::resume_unwind;
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{available_parallelism, scope};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
@@ -13,6 +17,25 @@ use crate::times::{self, Usage};
 /// Settings of the one build: nothing is kept for an incremental one.
 pub(super) fn built(command: &mut Command) -> Result<&mut Command> {
     lint::with_clippy(command.env("CARGO_INCREMENTAL", "0"))
+}
+
+/// Does the work on each item in turn, on as many threads as there are processors and some `more`, and returns the results.
+pub(super) fn in_threads<T: Send, R: Send>(
+    more: usize,
+    items: Vec<T>,
+    work: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    let items = Mutex::new(items.into_iter());
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let count = available_parallelism().map_or(1, usize::from) + more;
+    scope(|scope| {
+        let worker = || from_fn(next).map(&work).collect::<Vec<_>>();
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
+            .collect()
+    })
 }
 
 /// Runs the command in its arguments with a separate, empty /run/towline, as tests list the records there: those that other tests leave,

@@ -2,26 +2,20 @@
 //!
 //! `cargo test` runs one after another. What a program writes is kept until it has ended and is then printed as one piece.
 
-use std::collections::VecDeque;
 use std::env;
-use std::fs::{copy, create_dir_all, remove_file};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::{available_parallelism, scope};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::counts::Counts;
-use super::process::{built, watched};
-use crate::command::{cargo, output, root, target_directory};
+use super::process::{built, in_threads, watched};
+use crate::command::{cargo, output, root, run as run_command, target_directory};
 use crate::times::Usage;
 
-/// Suites that take longest, in this order; the others follow as cargo names them.
-const FIRST: [&str; 15] = [
-    DOCUMENTATION,
+/// Suites that take longest after the [documentation's](DOCUMENTATION), in this order; the others follow as cargo names them.
+const FIRST: [&str; 14] = [
     "lab/hosts",
     "lab/run",
     "lab/net",
@@ -80,73 +74,43 @@ pub(super) struct Suite {
     /// None: [`DOCUMENTATION`].
     program: Option<PathBuf>,
     package: PathBuf,
-    part: Part,
-}
-
-/// Tests of a program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
-    All,
-    /// This one of [`ALONE`].
-    Alone(&'static str),
-    /// All that are not there.
-    Others,
 }
 
 /// Result of a suite.
 pub(super) struct Ended {
-    pub(super) suite: Suite,
-    pub(super) counts: Counts,
+    pub(super) name: String,
+    /// Its standard output.
+    pub(super) output: String,
     pub(super) outcome: Result<()>,
     pub(super) usage: Usage,
 }
 
 /// Builds all tests, and the program that they drive, and returns the tests, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let documentation =
-        Suite { name: DOCUMENTATION.into(), program: None, package: root().into(), part: Part::All };
-    let mut suites = vec![documentation];
-    let messages = compile(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
-    suites.extend(messages.iter().filter_map(|message| suite(message, root())));
-    sort(&mut suites);
-    part(&mut suites);
+    let mut suites = suites_of(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
+    suites.insert(0, Suite { name: DOCUMENTATION.into(), program: None, package: root().into() });
     let messages = compile(cargo(["build", "--package", "towline-cli", MESSAGES]))?;
     let program = messages.iter().find_map(|message| message["executable"].as_str());
-    let shipped = shipped_program()?;
-    create_dir_all(shipped.with_file_name(""))?;
-    // One that runs, of an earlier test, cannot be written.
-    if shipped.exists() {
-        remove_file(&shipped)?;
-    }
-    copy(program.context("cargo built no program")?, &shipped)
-        .with_context(|| format!("{} cannot be written", shipped.display()))?;
+    // It replaces one that runs, of an earlier test, which cannot be written.
+    let mut install = Command::new("install");
+    run_command(install.arg("-D").arg(program.context("cargo built no program")?).arg(shipped_program()?))?;
     Ok(suites)
 }
 
 /// Builds the unit tests of the product's crates, which need neither root nor QEMU, as [`build`] does.
 pub(super) fn build_units() -> Result<Vec<Suite>> {
-    let messages =
-        compile(cargo(["test", "--workspace", "--exclude", "towline-fuzz", "--lib", "--no-run", MESSAGES]))?;
-    let mut suites: Vec<Suite> = messages.iter().filter_map(|message| suite(message, root())).collect();
+    let build = ["test", "--workspace", "--exclude", "towline-fuzz", "--lib", "--no-run", MESSAGES];
+    let mut suites = suites_of(cargo(build))?;
     suites.retain(|suite| ["crates/", "bench/"].iter().any(|part| suite.name.starts_with(part)));
-    sort(&mut suites);
     Ok(suites)
 }
 
-/// Sorts those first that take longest.
-fn sort(suites: &mut [Suite]) {
-    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
-    suites.sort_by_key(rank);
-}
-
-/// Makes a suite of each test that runs alone.
-fn part(suites: &mut Vec<Suite>) {
-    for (name, test) in ALONE {
-        let Some(whole) = suites.iter_mut().find(|suite| suite.name == name) else { continue };
-        let alone = Suite { part: Part::Alone(test), ..whole.clone() };
-        whole.part = Part::Others;
-        suites.insert(0, alone);
-    }
+/// Builds these tests, and returns those first that take longest.
+fn suites_of(build: Command) -> Result<Vec<Suite>> {
+    let messages = compile(build)?;
+    let mut suites: Vec<_> = messages.iter().filter_map(|message| suite(message, root())).collect();
+    suites.sort_by_key(|suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len()));
+    Ok(suites)
 }
 
 /// The program as packages have it, with the features that it asks for itself: a build of the whole workspace adds those that
@@ -173,17 +137,12 @@ fn suite(message: &Value, root: &Path) -> Option<Suite> {
         "test" => format!("{directory}/{}", target["name"].as_str()?),
         kind => format!("{directory} ({kind})"),
     };
-    Some(Suite { name, program: Some(program.into()), package: package.into(), part: Part::All })
+    Some(Suite { name, program: Some(program.into()), package: package.into() })
 }
 
 impl Suite {
-    /// Which of [`ONE_AT_A_TIME`] it is of.
-    fn group(&self) -> Option<usize> {
-        ONE_AT_A_TIME.iter().position(|suites| suites.contains(&self.name.as_str()))
-    }
-
-    /// Command that runs it.
-    fn command(&self, extent: Extent) -> Result<Command> {
+    /// Command that runs the tests of it that `filter` leaves.
+    fn command(&self, filter: &[&str], extent: Extent) -> Result<Command> {
         let mut command = match &self.program {
             Some(program) => Command::new(program),
             None => cargo(["test", "--workspace", "--doc", "--no-fail-fast", "--"]),
@@ -194,12 +153,7 @@ impl Suite {
         if extent == Extent::Check && env::var_os(MISHAPS).is_none() {
             command.env(MISHAPS, "2");
         }
-        match self.part {
-            Part::All => {}
-            Part::Alone(test) => drop(command.args(["--exact", test])),
-            Part::Others => drop(command.args(ALONE.iter().flat_map(|(_, test)| ["--skip", test]))),
-        }
-        command.env("TOWLINE_BIN", shipped_program()?);
+        command.args(filter).env("TOWLINE_BIN", shipped_program()?);
         if self.name.starts_with("lab/") {
             // Each test has several QEMUs, of which each could use a processor.
             command.env("RUST_TEST_THREADS", "1");
@@ -219,71 +173,49 @@ pub(super) fn run(
     deadline: Instant,
     started: &(impl Fn() + Sync),
 ) -> Vec<Ended> {
-    let (alone, others): (Vec<_>, Vec<_>) =
-        suites.iter().partition(|suite| matches!(suite.part, Part::Alone(_)));
-    let ended: Vec<_> = alone.iter().map(|suite| run_one(suite, extent, deadline, &|| ())).collect();
-    let (queue, ended) =
-        (Mutex::new(Queue { waiting: others.into(), running: Default::default() }), Mutex::new(ended));
-    scope(|scope| {
-        // One more than processors: tests wait for their guests about half of the time, and have time limits.
-        for _ in 0..=available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                loop {
-                    let Some(suite) = locked(&queue).next() else { return };
-                    let result = run_one(suite, extent, deadline, started);
-                    locked(&queue).done(suite);
-                    locked(&ended).push(result);
-                }
-            });
+    let mut ended = Vec::new();
+    for (name, test) in ALONE {
+        let suite = suites.iter().find(|suite| suite.name == name);
+        ended.extend(suite.map(|suite| run_one(suite, &["--exact", test], extent, deadline, &|| ())));
+    }
+    let others = ALONE.map(|(_, test)| ["--skip", test]).concat();
+    let each = |suite: &&Suite| run_one(suite, &others, extent, deadline, started);
+    // One more than processors: tests wait for their guests about half of the time, and have time limits.
+    let run = in_threads(1, batches(suites), |batch| batch.iter().map(each).collect::<Vec<_>>());
+    ended.extend(run.into_iter().flatten());
+    ended
+}
+
+/// Suites that run one after the other: those of [`ONE_AT_A_TIME`], and each other one by itself.
+fn batches(suites: &[Suite]) -> Vec<Vec<&Suite>> {
+    let group = |suite: &Suite| ONE_AT_A_TIME.iter().position(|names| names.contains(&suite.name.as_str()));
+    let mut batches: Vec<Vec<&Suite>> = Vec::new();
+    for suite in suites {
+        let is_same = |batch: &&mut Vec<&Suite>| group(suite).is_some() && group(batch[0]) == group(suite);
+        match batches.iter_mut().find(is_same) {
+            Some(batch) => batch.push(suite),
+            None => batches.push(vec![suite]),
         }
-    });
-    ended.into_inner().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Suites that wait.
-struct Queue<'a> {
-    waiting: VecDeque<&'a Suite>,
-    /// One of each of [`ONE_AT_A_TIME`] runs.
-    running: [bool; ONE_AT_A_TIME.len()],
-}
-
-impl<'a> Queue<'a> {
-    /// The first that may run beside those that run. Who runs one of a group takes the others afterwards.
-    fn next(&mut self) -> Option<&'a Suite> {
-        let fits = |suite: &&Suite| suite.group().is_none_or(|group| !self.running[group]);
-        let suite = self.waiting.iter().position(fits).and_then(|index| self.waiting.remove(index))?;
-        suite.group().into_iter().for_each(|group| self.running[group] = true);
-        Some(suite)
     }
-
-    fn done(&mut self, suite: &Suite) {
-        suite.group().into_iter().for_each(|group| self.running[group] = false);
-    }
+    batches
 }
 
-/// Runs a suite and prints what it wrote.
-fn run_one(suite: &Suite, extent: Extent, deadline: Instant, started: &impl Fn()) -> Ended {
+/// Runs tests of a suite and prints what it wrote.
+fn run_one(suite: &Suite, filter: &[&str], extent: Extent, deadline: Instant, started: &impl Fn()) -> Ended {
     println!("== running {}", suite.name);
-    let mut counts = Counts::default();
-    let mut text = String::new();
-    let mut usage = Usage::default();
-    let outcome = suite.command(extent).and_then(|command| {
+    let (mut output, mut usage) = (String::new(), Usage::default());
+    let outcome = suite.command(filter, extent).and_then(|command| {
         let within = deadline.saturating_duration_since(Instant::now());
         let (result, used) = watched(&command, within, |line| {
             started();
-            counts.read(line);
-            text.push_str(line);
-            text.push('\n');
+            output.push_str(line);
+            output.push('\n');
         })?;
         usage = used;
         result
     });
-    println!("== {}: {usage}\n{text}", suite.name);
-    Ended { suite: suite.clone(), counts, outcome, usage }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    println!("== {}: {usage}\n{output}", suite.name);
+    Ended { name: suite.name.clone(), output, outcome, usage }
 }
 
 #[cfg(test)]
@@ -303,12 +235,8 @@ mod tests {
     fn test_programs_are_those_of_the_test_profile() {
         let program = Some("/w/target/debug/deps/a-1".into());
         let package = PathBuf::from("/w/crates/net");
-        let named = |name: &str| Suite {
-            name: name.into(),
-            program: program.clone(),
-            package: package.clone(),
-            part: Part::All,
-        };
+        let named =
+            |name: &str| Suite { name: name.into(), program: program.clone(), package: package.clone() };
         let root = Path::new("/w");
         assert_eq!(suite(&message("test", true), root), Some(named("crates/net/frames")));
         assert_eq!(suite(&message("lib", true), root), Some(named("crates/net (lib)")));
@@ -322,22 +250,13 @@ mod tests {
 
     #[test]
     fn suites_of_a_group_follow_each_other() {
-        let named = |name: &&str| Suite {
-            name: name.to_string(),
-            program: None,
-            package: "/".into(),
-            part: Part::All,
-        };
-        let suites: Vec<_> =
-            [ONE_AT_A_TIME[0][0], ONE_AT_A_TIME[0][1], "lab/net"].iter().map(named).collect();
-        let mut queue = Queue { waiting: suites.iter().collect(), running: Default::default() };
-        let mut next = |done: Option<usize>| {
-            done.iter().for_each(|index| queue.done(&suites[*index]));
-            queue.next().map(|suite| suite.name.clone())
-        };
-        assert_eq!(next(None).as_deref(), Some(ONE_AT_A_TIME[0][0]));
-        assert_eq!(next(None).as_deref(), Some("lab/net"));
-        assert_eq!(next(Some(2)), None);
-        assert_eq!(next(Some(0)).as_deref(), Some(ONE_AT_A_TIME[0][1]));
+        let [[first, second, ..], _] = ONE_AT_A_TIME else { panic!("a group of one") };
+        let named = |name: &&str| Suite { name: name.to_string(), program: None, package: "/".into() };
+        let suites: Vec<_> = [*first, "lab/net", *second, "lab/mem"].iter().map(named).collect();
+        let names: Vec<Vec<_>> = batches(&suites)
+            .iter()
+            .map(|batch| batch.iter().map(|suite| suite.name.as_str()).collect())
+            .collect();
+        assert_eq!(names, [vec![*first, *second], vec!["lab/net"], vec!["lab/mem"]]);
     }
 }
