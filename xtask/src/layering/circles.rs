@@ -13,6 +13,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use walkdir::WalkDir;
 
 use super::names::{Names, names_of};
 
@@ -26,8 +27,7 @@ const STEPS_MAX: usize = 16;
 
 /// Names the modules of the crate at `sources` that are in a circle of imports; each circle once.
 pub(super) fn of(sources: &Path) -> Result<Vec<String>> {
-    let mut files = Files::new();
-    collect(sources, &mut Vec::new(), &mut files)?;
+    let mut files = collect(sources)?;
     remove_tests(&mut files);
     Ok(circles_of(&graph(&files)))
 }
@@ -46,24 +46,20 @@ fn child(module: &[String], name: &str) -> Module {
 }
 
 /// Every file below `directory` but tests, by its module.
-fn collect(directory: &Path, above: &mut Module, files: &mut Files) -> Result<()> {
-    for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
-        let path = entry?.path();
-        let Some(name) = path.file_stem().and_then(|name| name.to_str()).map(str::to_owned) else { continue };
-        if path.is_dir() {
-            above.push(name);
-            collect(&path, above, files)?;
-            above.pop();
-        } else if path.extension().is_some_and(|extension| extension == "rs") && name != "tests" {
-            let module = match name.as_str() {
-                "lib" | "main" | "mod" => above.clone(),
-                name => child(above, name),
-            };
-            let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-            files.insert(module, names_of(&text).with_context(|| path.display().to_string())?);
+fn collect(directory: &Path) -> Result<Files> {
+    let mut files = Files::new();
+    for entry in WalkDir::new(directory) {
+        let path = entry?.into_path();
+        let inside = path.strip_prefix(directory)?.with_extension("");
+        let mut module: Module = inside.iter().map(|name| name.to_string_lossy().into_owned()).collect();
+        if path.extension().is_none_or(|extension| extension != "rs") || inside.ends_with("tests") {
+            continue;
         }
+        module.pop_if(|name| ["lib", "main", "mod"].contains(&name.as_str()));
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        files.insert(module, names_of(&text).with_context(|| path.display().to_string())?);
     }
-    Ok(())
+    Ok(files)
 }
 
 fn graph(files: &Files) -> Graph {

@@ -1,9 +1,10 @@
 //! Rules of the project that no other tool checks: the length of files, the place of unsafe code, module
 //! files, and wording.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result};
+use walkdir::{DirEntry, WalkDir};
 
 use super::{prose, words};
 
@@ -16,23 +17,26 @@ const GENERATED: [&str; 4] = ["target", "artifacts", "corpus", "coverage"];
 
 /// Faults of the sources below `root`, one line each.
 pub(crate) fn faults(root: &Path) -> Result<Vec<String>> {
-    let mut files = Vec::new();
-    find(root, &mut files, &|name| DIRECTORIES.contains(&name))?;
-    files.sort();
     let mut faults = Vec::new();
-    for file in files {
-        let source = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    let entries = WalkDir::new(root).sort_by_file_name().into_iter();
+    for entry in entries.filter_entry(is_file_or_wanted) {
+        let entry = entry?;
+        if !entry.file_type().is_file() {
+            continue;
+        }
+        let file = entry.into_path();
         let name = file.strip_prefix(root).unwrap_or(&file);
-        match kind(name) {
-            Some(Kind::Rust) => {
+        let Some(kind) = kind(name).filter(|_| file.is_file()) else { continue };
+        let source = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        match kind {
+            Kind::Rust => {
                 faults.extend(faults_of(name, &source));
                 faults.extend(words::faults_of(name, &source));
             }
-            Some(Kind::Markdown) => {
+            Kind::Markdown => {
                 faults.extend(prose::faults_of(name, &source, |link| file.with_file_name(link).exists()));
             }
-            Some(Kind::HashComments) => faults.extend(words::faults_of_hash_comments(name, &source)),
-            None => {}
+            Kind::HashComments => faults.extend(words::faults_of_hash_comments(name, &source)),
         }
     }
     Ok(faults)
@@ -56,18 +60,14 @@ fn kind(file: &Path) -> Option<Kind> {
     }
 }
 
-/// Finds files that are checked in a directory and in those below it whose names are `wanted`.
-fn find(directory: &Path, files: &mut Vec<PathBuf>, wanted: &dyn Fn(&str) -> bool) -> Result<()> {
-    for entry in std::fs::read_dir(directory).with_context(|| directory.display().to_string())? {
-        let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if path.is_dir() && wanted(&name) {
-            find(&path, files, &|name| !GENERATED.contains(&name))?;
-        } else if path.is_file() && kind(&path).is_some() {
-            files.push(path);
-        }
+/// Returns true for a file, the root, and a directory with sources and documents.
+fn is_file_or_wanted(entry: &DirEntry) -> bool {
+    let name = entry.file_name().to_string_lossy();
+    match entry.depth() {
+        0 => true,
+        1 => entry.path().is_file() || DIRECTORIES.contains(&&*name),
+        _ => !GENERATED.contains(&&*name),
     }
-    Ok(())
 }
 
 fn faults_of(file: &Path, source: &str) -> Vec<String> {
