@@ -4,13 +4,12 @@
 //! waited for.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::lines::Lines;
@@ -25,17 +24,6 @@ const EVENTS_MAX: usize = 4096;
 pub struct Qmp {
     connection: Mutex<Connection>,
     stderr: Option<PathBuf>,
-}
-
-/// QEMU's error reply; found with `error.downcast_ref`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct QmpError {
-    /// The command that was refused.
-    pub command: String,
-    /// QEMU's error class, as `GenericError`.
-    pub class: String,
-    /// QEMU's description.
-    pub description: String,
 }
 
 struct Connection {
@@ -59,7 +47,7 @@ impl Qmp {
         if greeting.get("QMP").is_none() {
             bail!("the socket greets with {greeting}, expected QMP");
         }
-        connection.execute("qmp_capabilities", &Value::Null, deadline)?;
+        returned("qmp_capabilities", connection.reply("qmp_capabilities", &Value::Null, deadline)?)?;
         Ok(Self { connection: Mutex::new(connection), stderr })
     }
 
@@ -75,9 +63,9 @@ impl Qmp {
         arguments: impl Into<Value>,
         within: Duration,
     ) -> Result<Value> {
-        let outcome =
-            self.locked(|connection| connection.execute(command, &arguments.into(), Instant::now() + within));
-        outcome.map_err(|error| self.explained(error))
+        let reply =
+            self.locked(|connection| connection.reply(command, &arguments.into(), Instant::now() + within));
+        returned(command, reply.map_err(|error| self.explained(error))?)
     }
 
     /// Runs a command of the human monitor and returns its text.
@@ -146,11 +134,11 @@ impl Qmp {
         work(&mut self.connection.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Adds QEMU's standard error, unless the error is QEMU's own reply.
+    /// Adds QEMU's standard error to an error of the connection.
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
         let output =
             self.stderr.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-        if error.is::<QmpError>() || output.trim().is_empty() {
+        if output.trim().is_empty() {
             return error;
         }
         error.context(format!("QEMU wrote: {}", output.trim()))
@@ -158,7 +146,8 @@ impl Qmp {
 }
 
 impl Connection {
-    fn execute(&mut self, command: &str, arguments: &Value, deadline: Instant) -> Result<Value> {
+    /// Returns the reply to a command, which may be a refusal.
+    fn reply(&mut self, command: &str, arguments: &Value, deadline: Instant) -> Result<Value> {
         let id = self.next_id;
         self.next_id += 1;
         let mut request = json!({ "execute": command, "id": id });
@@ -167,16 +156,11 @@ impl Connection {
         }
         self.lines.send(&request.to_string(), deadline)?;
         loop {
-            let mut message = self.message(deadline).with_context(|| format!("no answer to {command}"))?;
+            let message = self.message(deadline).with_context(|| format!("no answer to {command}"))?;
             if message.get("event").is_some() {
                 self.keep(message);
             } else if message["id"] == id {
-                if let Some(error) = message.get("error") {
-                    let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
-                    let (class, description) = (text("class"), text("desc"));
-                    return Err(anyhow!(QmpError { command: command.to_owned(), class, description }));
-                }
-                return Ok(message["return"].take());
+                return Ok(message);
             }
             // A reply with another ID belongs to a command that timed out.
         }
@@ -197,10 +181,11 @@ impl Connection {
     }
 }
 
-impl fmt::Display for QmpError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "QEMU refused {}: {} ({})", self.command, self.description, self.class)
+/// The value that a command returned, or QEMU's refusal as an error.
+fn returned(command: &str, mut reply: Value) -> Result<Value> {
+    if let Some(error) = reply.get("error") {
+        let text = |key: &str| error[key].as_str().unwrap_or_default();
+        bail!("QEMU refused {command}: {} ({})", text("desc"), text("class"));
     }
+    Ok(reply["return"].take())
 }
-
-impl std::error::Error for QmpError {}
