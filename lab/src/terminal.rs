@@ -36,14 +36,11 @@ impl Terminal {
     pub fn into_output(self) -> io::Result<String> {
         let Self { mut watcher, program } = self;
         drop(program);
-        let (mut text, mut buffer) = (Vec::new(), [0; 4096]);
-        loop {
-            match watcher.read(&mut buffer) {
-                Ok(count) if count > 0 => text.extend_from_slice(&buffer[..count]),
-                // How Linux reports a terminal without programs.
-                Err(error) if error.raw_os_error() != Some(libc::EIO) => return Err(error),
-                _ => return Ok(String::from_utf8_lossy(&text).into_owned()),
-            }
+        let mut text = Vec::new();
+        match watcher.read_to_end(&mut text) {
+            // How Linux reports a terminal without programs.
+            Err(error) if error.raw_os_error() != Some(libc::EIO) => Err(error),
+            _ => Ok(String::from_utf8_lossy(&text).into_owned()),
         }
     }
 
