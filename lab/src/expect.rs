@@ -3,7 +3,6 @@
 //! These functions panic, with the whole output of towline, and so fail the calling test.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -42,13 +41,8 @@ impl Scratch {
 /// If it ends before, or takes longer than `within`.
 #[track_caller]
 pub fn wait_transferred(towline: &mut Towline, bytes: u64, within: Duration) {
-    wait_until(&format!("{bytes} bytes"), within, || {
-        assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
-        let events = events(&towline.stdout());
-        let moved = events.iter().filter_map(|event| event["ram"]["transferred"].as_u64()).max();
-        Ok((moved >= Some(bytes)).then_some(()))
-    })
-    .unwrap();
+    let has_moved = |event: &Value| event["ram"]["transferred"].as_u64() >= Some(bytes);
+    wait_event(towline, &format!("{bytes} bytes"), within, has_moved);
 }
 
 /// Returns the number in this environment variable, which long runs set.
@@ -119,6 +113,7 @@ pub fn completed(finished: &Finished) -> Value {
 ///
 /// # Panics
 /// If towline exits before, or the event does not come in time.
+#[track_caller]
 pub fn wait_event(
     towline: &mut Towline,
     what: &str,
@@ -135,14 +130,8 @@ pub fn wait_event(
     .unwrap()
 }
 
-/// The migration settings of a QEMU.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
-    /// As `query-migrate-capabilities` returns them.
-    pub capabilities: BTreeMap<String, bool>,
-    /// As `query-migrate-parameters` returns them.
-    pub parameters: Map<String, Value>,
-}
+/// Migration settings of a QEMU, its capabilities and parameters, by their names.
+pub type Settings = Map<String, Value>;
 
 /// Queries the migration settings of a QEMU.
 ///
@@ -150,12 +139,10 @@ pub struct Settings {
 /// If QEMU does not reply.
 #[must_use]
 pub fn settings(qemu: &Qemu) -> Settings {
-    let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
-    let parameters = qemu.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
-    let one =
-        |state: &Value| (state["capability"].as_str().unwrap().to_owned(), state["state"].as_bool().unwrap());
-    Settings {
-        capabilities: capabilities.as_array().unwrap().iter().map(one).collect(),
-        parameters: parameters.as_object().unwrap().clone(),
+    let query = |command: &str| qemu.qmp().execute(command, Value::Null).unwrap();
+    let mut settings = query("query-migrate-parameters").as_object().unwrap().clone();
+    for capability in query("query-migrate-capabilities").as_array().unwrap() {
+        settings.insert(capability["capability"].as_str().unwrap().into(), capability["state"].clone());
     }
+    settings
 }

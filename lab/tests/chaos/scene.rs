@@ -336,20 +336,15 @@ impl Fixture {
                 ));
             }
         }
-        let (before, after) = (shown(before), shown(&settings(source)));
-        let changed: Vec<_> = after.iter().filter(|setting| !before.contains(setting)).collect();
+        let after = settings(source);
+        let changed: Vec<_> =
+            after.iter().filter(|(name, value)| before.get(*name) != Some(*value)).collect();
         if changed.is_empty() {
             Ok(())
         } else {
             Err(format!("the source is left with {changed:?}: {outcome:?}"))
         }
     }
-}
-
-/// Formats the settings, one per line.
-fn shown(settings: &Settings) -> Vec<String> {
-    let capabilities = settings.capabilities.iter().map(|(name, state)| format!("{name} {state}"));
-    capabilities.chain(settings.parameters.iter().map(|(name, value)| format!("{name} {value}"))).collect()
 }
 
 /// Returns true if the first towline still listens, as when its link was cut before its source came.
