@@ -175,18 +175,13 @@ impl SshHost {
 
     /// The towline on this host that is driven from another one: one runs at a time.
     pub fn agent(&self) -> Option<u32> {
-        let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/mnt")).ok();
-        let own = namespace(&self.sshd.0.id().to_string())?;
-        let is_agent = |pid: &String| {
+        let is_agent = |pid: &u32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             // The writer of a QEMU's log is a child of the one that started it.
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            let is_it = line.ends_with(b"towline\0agent\0") && name.trim() == "towline";
-            is_it && namespace(pid).as_ref() == Some(&own)
+            line.ends_with(b"towline\0agent\0") && name.trim() == "towline"
         };
-        let processes = fs::read_dir("/proc").ok()?;
-        let mut processes = processes.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        processes.find(is_agent)?.parse().ok()
+        self.network.processes().ok()?.into_iter().find(is_agent)
     }
 
     /// The monitor of a guest that towline runs there.
