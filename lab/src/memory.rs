@@ -19,8 +19,6 @@ pub struct RamBlock {
     pub name: String,
     /// Used length: the bytes that are migrated.
     pub used_length: u64,
-    /// Maximum length.
-    pub max_length: u64,
 }
 
 impl Qemu {
@@ -66,14 +64,12 @@ impl Qemu {
     }
 }
 
-/// Parses `  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 …`: name, page size, offset,
-/// used, maximum.
+/// Parses `  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 …`: name, page size, offset, used length.
 fn ram_block(line: &str) -> Option<RamBlock> {
     let mut words = line.split_whitespace();
     let name = words.next()?.to_owned();
     let mut numbers = words.filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
-    let (_offset, used_length, max_length) = (numbers.next()?, numbers.next()?, numbers.next()?);
-    Some(RamBlock { name, used_length, max_length })
+    Some(RamBlock { name, used_length: numbers.nth(1)? })
 }
 
 /// Guest-physical addresses of the guest's main memory in the flat view of the address space `memory`.
@@ -114,11 +110,10 @@ mod tests {
     }
 
     #[test]
-    fn blocks_have_name_and_lengths() {
+    fn blocks_have_name_and_length() {
         let line =
             "  /rom@etc/acpi/tables    4 KiB  0x0000000008080000 0x0000000000020000 0x0000000000200000";
-        let wanted =
-            RamBlock { name: "/rom@etc/acpi/tables".into(), used_length: 0x2_0000, max_length: 0x20_0000 };
+        let wanted = RamBlock { name: "/rom@etc/acpi/tables".into(), used_length: 0x2_0000 };
         assert_eq!(ram_block(line), Some(wanted));
         assert_eq!(ram_block("nonsense"), None);
     }
