@@ -84,7 +84,6 @@ pub struct Builder {
     guest: Guest,
     kernel: Kernel,
     guest_programs: Vec<PathBuf>,
-    paused: bool,
     kernel_arguments: String,
     arguments: Vec<String>,
     /// Command prefix before the emulator's own command.
@@ -237,9 +236,8 @@ impl Builder {
     }
 
     /// `-S`: the processors wait for `cont`.
-    pub fn paused(mut self) -> Self {
-        self.paused = true;
-        self
+    pub fn paused(self) -> Self {
+        self.args(["-S"])
     }
 
     /// Appends to the kernel command line of a Linux guest.
@@ -255,9 +253,8 @@ impl Builder {
     }
 
     /// Starts it in a network namespace.
-    pub fn within(mut self, network: &Network) -> Self {
-        self.prefix = network.prefix();
-        self
+    pub fn within(self, network: &Network) -> Self {
+        self.prefixed(network.prefix())
     }
 
     /// Has its sockets and files in this directory, which is created if necessary and stays.
@@ -331,9 +328,6 @@ impl Builder {
         if let Some(uri) = &self.incoming {
             command.args(["-incoming", uri]);
         }
-        if self.paused {
-            command.arg("-S");
-        }
         self.guest_arguments(&mut command, directory)?;
         command.args(&self.arguments);
         let Some((first, rest)) = self.prefix.split_first() else { return Ok(command) };
@@ -381,7 +375,6 @@ impl Qemu {
             guest: Guest::None,
             kernel: Kernel::Debian12,
             guest_programs: Vec::new(),
-            paused: false,
             kernel_arguments: String::new(),
             arguments: Vec::new(),
             prefix: Vec::new(),
