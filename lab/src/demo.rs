@@ -24,7 +24,7 @@ use crate::paths;
 use crate::qemu::{Builder, MemoryBackend, Qemu, Version};
 use crate::towline::Towline;
 use network::{Card, Hub, Talk};
-use shown::{fact, heading, relative_path, step};
+use shown::{fact, heading, relative, step};
 
 const MEMORY_MIB: u64 = 512;
 const FILL_MIB: u64 = 256;
@@ -67,13 +67,13 @@ pub fn run(towline: &Path) -> Result<()> {
     // Relative paths are short enough for sockets, wherever the workspace is.
     std::env::set_current_dir(paths::workspace())?;
     let (build, target) = (towline.parent().context("a build")?, towline.ancestors().nth(2));
-    let directory = PathBuf::from(relative_path(&target.context("a target directory")?.join(DIRECTORY)));
+    let directory = PathBuf::from(relative(&target.context("a target directory")?.join(DIRECTORY).display()));
     if directory.exists() {
         std::fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }
     std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
     heading(&format!("Files are in {}, and these commands are run in this directory", directory.display()));
-    println!("  $ export PATH=$PWD/{}:$PATH", relative_path(build));
+    println!("  $ export PATH=$PWD/{}:$PATH", relative(&build.display()));
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(MEMORY_MIB).processors(2);
     let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false });
     let hub = Hub::new().inspect_err(|error| fact(&format!("the guest has no network card: {error:#}"))).ok();

@@ -53,7 +53,7 @@ impl Hub {
 
     /// Prints and runs a command of the host.
     fn show(&self, line: &[&str]) -> Result<()> {
-        shown::command(line.iter().copied());
+        shown::command(line);
         self.network.run(line)
     }
 

@@ -1,7 +1,7 @@
 //! Output of the demonstration: headings, commands, steps with their durations, output.
 
+use std::fmt::Display;
 use std::io::Write as _;
-use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
@@ -25,8 +25,8 @@ pub(super) fn fact(text: &str) {
 }
 
 /// Prints a command before it is run.
-pub(super) fn command<'a>(words: impl IntoIterator<Item = &'a str>) {
-    let words: Vec<String> = words.into_iter().map(quoted).collect();
+pub(super) fn command(words: impl IntoIterator<Item: AsRef<str>>) {
+    let words: Vec<String> = words.into_iter().map(|word| quoted(word.as_ref())).collect();
     print!("{}", command_text(&words));
     // A reader of a pipe should see it before it has an effect.
     let _ = std::io::stdout().flush();
@@ -36,9 +36,7 @@ pub(super) fn command<'a>(words: impl IntoIterator<Item = &'a str>) {
 /// whose name is left out.
 pub(super) fn background(process: &Command) {
     let words = std::iter::once(process.get_program()).chain(process.get_args());
-    let words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
-    let words: Vec<String> = words.iter().map(|word| relative(word)).collect();
-    command(words.iter().map(String::as_str).chain(["&"]));
+    command(words.map(|word| relative(&word.display())).chain(["&".to_owned()]));
 }
 
 /// Prints a step as it begins, runs it, and prints its duration.
@@ -67,15 +65,9 @@ pub(super) fn output(text: &str) {
     }
 }
 
-/// Returns a path relative to the workspace.
-pub(super) fn relative(text: &str) -> String {
-    let prefix = format!("{}/", paths::workspace().display());
-    text.replace(&prefix, "")
-}
-
-/// Returns the path in that directory.
-pub(super) fn relative_path(path: &Path) -> String {
-    relative(&path.display().to_string())
+/// Returns a text whose paths are relative to the workspace.
+pub(super) fn relative(text: &dyn Display) -> String {
+    text.to_string().replace(&format!("{}/", paths::workspace().display()), "")
 }
 
 fn command_text(words: &[String]) -> String {
