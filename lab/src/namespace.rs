@@ -1,20 +1,20 @@
 //! A namespace of the kernel that is removed when its [`Namespace`] is dropped.
 //!
 //! ```text
-//!   unshare … sh -c 'SCRIPT; sleep'   holds the namespace; dies with this process, and the namespace with its last user
-//!   nsenter … PROGRAM                 a program inside it
+//!   unshare … sh -c 'SCRIPT; echo; sleep'   holds the namespace; dies with this process, and the namespace with its last user
+//!   nsenter … PROGRAM                       a program inside it
 //! ```
 //! Limits: needs root.
 
+use std::io::Read as _;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::process::{self, KilledChild};
-use crate::wait::wait_until;
 
-const MADE_WITHIN: Duration = Duration::from_secs(60);
+/// Runs the script in its argument, and prints a newline once that is done.
+const HOLD: &str = "timeout 60 sh -c \"$0\" >&2 && echo && exec sleep infinity";
 
 /// A namespace; see the module's picture.
 pub struct Namespace {
@@ -24,28 +24,18 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Creates a namespace by this option of unshare, to be entered by these of nsenter, and runs a script in it. `is_made` returns
-    /// true once that has been done in the namespace of a process.
+    /// Creates a namespace by this option of unshare, to be entered by these of nsenter, in which a script has run.
     ///
     /// # Errors
     /// It cannot be made here: the reason for which a test is skipped.
-    pub fn new(
-        option: &str,
-        entered_by: &'static [&'static str],
-        script: &str,
-        mut is_made: impl FnMut(u32) -> bool,
-    ) -> Result<Self> {
+    pub fn new(option: &str, entered_by: &'static [&'static str], script: &str) -> Result<Self> {
         let mut command = Command::new("unshare");
-        command.args([option, "sh", "-c", &format!("{script} && exec sleep infinity")]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let holder = process::spawn(command).context("unshare cannot be started")?;
-        let mut namespace = Self { holder, entered_by };
-        wait_until("namespace", MADE_WITHIN, || {
-            let ended = namespace.holder.0.try_wait()?;
-            ensure!(ended.is_none(), "`{script}` fails in `unshare {option}` (root is needed)");
-            Ok(is_made(namespace.pid()).then_some(()))
-        })?;
-        Ok(namespace)
+        command.args([option, "sh", "-c", HOLD, script]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut holder = process::spawn(command).context("unshare cannot be started")?;
+        let made = holder.0.stdout.take().context("its output was asked for")?.read_exact(&mut [0]);
+        ensure!(made.is_ok(), "`{script}` fails in `unshare {option}` (root is needed)");
+        Ok(Self { holder, entered_by })
     }
 
     /// A process in it.

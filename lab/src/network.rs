@@ -18,11 +18,7 @@ pub struct Network {
 impl Network {
     /// Creates a namespace whose loopback is up.
     pub fn new() -> Result<Self> {
-        let ours = std::fs::read_link("/proc/self/ns/net")?;
-        let namespace = Namespace::new("--net", &["--net"], "true", |pid| {
-            std::fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|theirs| theirs != ours)
-        })?;
-        let network = Self { namespace };
+        let network = Self { namespace: Namespace::new("--net", &["--net"], "true")? };
         network.run(&["ip", "link", "set", "lo", "up"])?;
         Ok(network)
     }

@@ -32,10 +32,7 @@ impl Filesystem {
                 format!("{truncate} && mkfs.{kind} -q {file} && mount -t {kind} -o loop {file} {mount}")
             }
         };
-        let namespace = Namespace::new("--mount", &["--mount", "--root"], &script, |pid| {
-            let mounts = std::fs::read_to_string(format!("/proc/{pid}/mounts")).unwrap_or_default();
-            mounts.contains(&format!(" {mount} "))
-        })?;
+        let namespace = Namespace::new("--mount", &["--mount", "--root"], &script)?;
         Ok(Self { namespace, directory })
     }
 
