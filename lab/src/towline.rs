@@ -66,7 +66,7 @@ pub fn towline_binary() -> Result<PathBuf> {
 impl Towline {
     /// Starts this binary with these arguments and no terminal.
     pub fn start<I: IntoIterator<Item: AsRef<OsStr>>>(binary: &Path, arguments: I) -> Result<Self> {
-        Self::start_inheriting(binary, arguments, &[])
+        Self::start_with(binary, arguments, None, &[])
     }
 
     /// Starts towline after the words of a program that it replaces, as those of a network.
@@ -86,26 +86,9 @@ impl Towline {
         Self::start(prefix[0].as_ref(), line)
     }
 
-    /// As [`Towline::start`], with descriptors that stay open in the process under their numbers here.
-    pub fn start_inheriting<I: IntoIterator<Item: AsRef<OsStr>>>(
-        binary: &Path,
-        arguments: I,
-        descriptors: &[BorrowedFd<'_>],
-    ) -> Result<Self> {
-        Self::spawn(binary, arguments, None, descriptors)
-    }
-
-    /// As [`Towline::start`], with the caller's standard output and standard error, whose content is not in
-    /// [`Finished`].
-    pub fn start_writing_to<I: IntoIterator<Item: AsRef<OsStr>>>(
-        binary: &Path,
-        arguments: I,
-        output: [Stdio; 2],
-    ) -> Result<Self> {
-        Self::spawn(binary, arguments, Some(output), &[])
-    }
-
-    fn spawn<I: IntoIterator<Item: AsRef<OsStr>>>(
+    /// As [`Towline::start`], with the caller's standard output and standard error, if any, whose content is not in
+    /// [`Finished`], and with descriptors that stay open in the process under their numbers here.
+    pub fn start_with<I: IntoIterator<Item: AsRef<OsStr>>>(
         binary: &Path,
         arguments: I,
         output: Option<[Stdio; 2]>,

@@ -12,7 +12,7 @@ fn on_terminal(arguments: &str) -> (Option<i32>, String) {
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
     let words = arguments.split(' ');
-    let towline = Towline::start_writing_to(&towline_binary().unwrap(), words, output).unwrap();
+    let towline = Towline::start_with(&towline_binary().unwrap(), words, Some(output), &[]).unwrap();
     // Read at the same time: a terminal holds a few KiB.
     let text = std::thread::spawn(move || terminal.into_output().unwrap());
     let status = towline.wait(WITHIN).unwrap().status;

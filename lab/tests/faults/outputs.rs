@@ -28,7 +28,7 @@ fn broken_pipe() -> Stdio {
 }
 
 fn start(line: &str, output: [Stdio; 2]) -> Towline {
-    Towline::start_writing_to(&towline_binary().unwrap(), line.split(' '), output).unwrap()
+    Towline::start_with(&towline_binary().unwrap(), line.split(' '), Some(output), &[]).unwrap()
 }
 
 fn wait_under_way(source: &Qemu) {

@@ -217,7 +217,7 @@ fn inheriting(connection: UnixStream, endpoints: &dyn Fn(String) -> Vec<String>)
     let mut arguments = vec!["copy".to_owned()];
     arguments.extend(endpoints(format!("fd:{}", connection.as_raw_fd())));
     let towline =
-        Towline::start_inheriting(&towline_binary().unwrap(), arguments, &[connection.as_fd()]).unwrap();
+        Towline::start_with(&towline_binary().unwrap(), arguments, None, &[connection.as_fd()]).unwrap();
     drop(connection);
     towline.wait_done(WITHIN).unwrap();
 }

@@ -119,7 +119,7 @@ fn a_card_sends_by_its_managers_socket_and_receives_by_a_macvtap() {
         passed.as_raw_fd()
     );
     let line = prefix[1..].iter().map(String::as_str).chain(line.split(' '));
-    let mut card = Towline::start_inheriting(Path::new(&prefix[0]), line, &[passed.as_fd()]).unwrap();
+    let mut card = Towline::start_with(Path::new(&prefix[0]), line, None, &[passed.as_fd()]).unwrap();
     drop(passed);
     wait_until("the card's socket", WITHIN, || {
         assert!(card.runs()?, "it ended: {}", card.stderr());
