@@ -23,9 +23,8 @@ const OUTPUT_LINES: usize = 5;
 /// A running towline. Dropping it kills it.
 pub struct Towline {
     child: KilledChild,
+    /// Its command line, each word in quotation marks.
     line: String,
-    /// True if its standard output is events.
-    writes_events: bool,
     directory: TempDir,
 }
 
@@ -99,14 +98,12 @@ impl Towline {
         let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
         let [stdout, stderr] =
             output.map_or_else(|| Ok::<_, io::Error>([file("stdout")?, file("stderr")?]), Ok)?;
-        let arguments: Vec<OsString> = arguments.into_iter().map(|one| one.as_ref().to_owned()).collect();
-        let writes_events = arguments.iter().any(|argument| argument == "--json");
         let mut command = Command::new(binary);
         command.args(arguments).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         let line = format!("{command:?}");
         sys::keep_open(&mut command, descriptors);
         let child = process::spawn(command).with_context(|| format!("{line} cannot be started"))?;
-        Ok(Self { child, line, writes_events, directory })
+        Ok(Self { child, line, directory })
     }
 
     /// Process ID.
@@ -178,7 +175,8 @@ impl Towline {
         let status =
             status.with_context(|| format!("{} wrote: {}{}", self.line, self.stdout(), self.stderr()))?;
         let finished = Finished { status, stdout: self.stdout(), stderr: self.stderr() };
-        if self.writes_events {
+        #[cfg(feature = "schema")]
+        if self.line.contains("\"--json\"") {
             finished.check_events().with_context(|| self.line.clone())?;
         }
         Ok(finished)
@@ -195,10 +193,10 @@ impl Towline {
     }
 }
 
+#[cfg(feature = "schema")]
 impl Finished {
     /// Validates standard output by the schema of events. A process that was killed may have written a part
     /// of a line.
-    #[cfg(feature = "schema")]
     fn check_events(&self) -> Result<()> {
         let schema = EventSchema::load(paths::workspace())?;
         let whole = self.stdout.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -206,13 +204,6 @@ impl Finished {
             let event = serde_json::from_str(line).with_context(|| format!("not an event: {line}"))?;
             schema.validate(&event).with_context(|| format!("not as in docs/schema/events.json: {line}"))?;
         }
-        Ok(())
-    }
-}
-
-#[cfg(not(feature = "schema"))]
-impl Finished {
-    fn check_events(&self) -> Result<()> {
         Ok(())
     }
 }
