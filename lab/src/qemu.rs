@@ -5,7 +5,6 @@ mod small_guest;
 mod virtqueues;
 
 use std::fs::File;
-use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -462,15 +461,8 @@ fn connect(child: &mut Child, socket: &Path, stderr: &Path) -> Result<Qmp> {
         if let Some(status) = child.try_wait()? {
             bail!("QEMU ended with {status}");
         }
-        // The socket's file exists a moment before QEMU listens on it.
-        let refused = |error: &std::io::Error| {
-            matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
-        };
-        match UnixStream::connect(socket) {
-            Ok(stream) => Ok(Some(stream)),
-            Err(error) if refused(&error) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        // Its file does not exist yet, or QEMU does not listen on it yet.
+        Ok(UnixStream::connect(socket).ok())
     })?;
     Qmp::over(stream, START_WITHIN, Some(stderr.into()))
 }
