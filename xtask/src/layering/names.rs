@@ -97,7 +97,7 @@ impl<'ast> Visit<'ast> for Names {
 impl Names {
     /// Adds the branches of a use tree.
     fn add(&mut self, mut path: Path, tree: &UseTree, re_exported: bool) {
-        let name = match tree {
+        let (named, renamed) = match tree {
             UseTree::Path(tree) => {
                 path.push(tree.ident.to_string());
                 return self.add(path, &tree.tree, re_exported);
@@ -106,23 +106,16 @@ impl Names {
                 return group.items.iter().for_each(|tree| self.add(path.clone(), tree, re_exported));
             }
             UseTree::Glob(_) => return self.unnamed.push(path),
-            UseTree::Name(tree) => {
-                if tree.ident != "self" {
-                    path.push(tree.ident.to_string());
-                }
-                path.last().cloned().unwrap_or_default()
-            }
-            UseTree::Rename(tree) => {
-                if tree.ident != "self" {
-                    path.push(tree.ident.to_string());
-                }
-                if tree.rename == "_" {
-                    return self.unnamed.push(path);
-                }
-                tree.rename.to_string()
-            }
+            UseTree::Name(tree) => (&tree.ident, None),
+            UseTree::Rename(tree) => (&tree.ident, Some(tree.rename.to_string())),
         };
-        self.imports.insert(name, Import { path, re_exported });
+        if named != "self" {
+            path.push(named.to_string());
+        }
+        match renamed.or(path.last().cloned()) {
+            Some(name) if name != "_" => drop(self.imports.insert(name, Import { path, re_exported })),
+            _ => self.unnamed.push(path),
+        }
     }
 }
 
