@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// The schema of events.
 #[derive(Debug)]
 pub struct EventSchema {
-    schema: Value,
+    pub(crate) schema: Value,
     validator: Validator,
 }
 
@@ -63,14 +63,6 @@ impl EventSchema {
         bail!("{}", shown.join("; "))
     }
 
-    /// Returns the shape of an event: its identifiers unchanged and all other values replaced.
-    ///
-    /// # Errors
-    /// A part of the schema is not a schema.
-    pub fn shape(&self, event: &Value) -> Result<Value> {
-        self.shape_of(&self.schema, event)
-    }
-
     /// Adds the titles of the events in a part of the schema. `constants` are the properties that have one value there.
     fn collect_titles(&self, schema: &Value, constants: &Value, titles: &mut BTreeSet<String>) {
         let mut constants = constants.clone();
@@ -86,63 +78,16 @@ impl EventSchema {
         below.for_each(|below| self.collect_titles(below, &constants, titles));
     }
 
-    fn referenced(&self, schema: &Value) -> Option<&Value> {
+    pub(crate) fn referenced(&self, schema: &Value) -> Option<&Value> {
         self.schema.pointer(schema["$ref"].as_str()?.strip_prefix('#')?)
-    }
-
-    /// Returns the parts of a schema that apply to a value.
-    fn applied<'a>(&'a self, schema: &'a Value, value: &Value) -> Result<Vec<&'a Value>> {
-        let mut applied = vec![schema];
-        if let Some(referenced) = self.referenced(schema) {
-            applied.extend(self.applied(referenced, value)?);
-        }
-        for alternative in alternatives(schema) {
-            if validator(&json!({ "$defs": self.schema["$defs"], "allOf": [alternative] }))?.is_valid(value) {
-                applied.extend(self.applied(alternative, value)?);
-            }
-        }
-        Ok(applied)
-    }
-
-    fn shape_of(&self, schema: &Value, value: &Value) -> Result<Value> {
-        let schemas = self.applied(schema, value)?;
-        if schemas.iter().any(|schema| schema.get("const").or(schema.get("enum")).is_some()) {
-            return Ok(value.clone());
-        }
-        let keyword = |name: &str| schemas.iter().find_map(|schema| schema.get(name)).unwrap_or(&Value::Null);
-        let is_scalar = !value.is_array() && !value.is_object();
-        if let Some(types) = keyword("type").as_array().filter(|_| is_scalar) {
-            // The value may be null in one run and not in the next.
-            let names: Vec<&str> = types.iter().filter_map(Value::as_str).collect();
-            return Ok(format!("({})", names.join(" or ")).into());
-        }
-        Ok(match value {
-            Value::Null | Value::Bool(_) => value.clone(),
-            Value::Number(_) | Value::String(_) => {
-                format!("({})", keyword("type").as_str().unwrap_or_default()).into()
-            }
-            Value::Array(items) => items
-                .first()
-                .map(|item| self.shape_of(keyword("items"), item))
-                .into_iter()
-                .collect::<Result<_>>()?,
-            Value::Object(fields) => {
-                let shape = |(name, value): (&String, &Value)| {
-                    let property = schemas.iter().find_map(|schema| schema["properties"].get(name));
-                    let schema = property.unwrap_or(keyword("additionalProperties"));
-                    Ok((name.clone(), self.shape_of(schema, value)?))
-                };
-                Value::Object(fields.iter().map(shape).collect::<Result<_>>()?)
-            }
-        })
     }
 }
 
-fn validator(schema: &Value) -> Result<Validator> {
+pub(crate) fn validator(schema: &Value) -> Result<Validator> {
     jsonschema::validator_for(schema).map_err(|error| anyhow!("{error}"))
 }
 
-fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
+pub(crate) fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
     ["anyOf", "oneOf"].into_iter().filter_map(|name| schema[name].as_array()).flatten()
 }
 
