@@ -7,17 +7,12 @@
 # distributor.
 # Out of scope: an upload to Debian, which takes source packages and debhelper.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-target=${TOWLINE_TARGET:-$PWD/target}
+source "$(dirname "$0")/debian.sh"
+cd "$root"
 work=$target/deb
 tree=$work/tree
 doc=$tree/usr/share/doc/towline
-root=$work/root
-
-die() {
-  echo "deb: $*" >&2
-  exit 1
-}
+host=$work/host
 
 if [[ ${1-} == --debug ]]; then profile=dev build=debug; else profile=release build=release; fi
 "${CARGO:-cargo}" build --package towline-cli --profile "$profile"
@@ -120,29 +115,29 @@ END
 dpkg-deb --root-owner-group --build -Zxz "$agent" "$agent_package" >/dev/null
 
 # Its libraries are this host's; the root has none.
-in_root() { dpkg --force-not-root --force-bad-path --force-depends --force-script-chrootless --log=/dev/null --root="$root" "$@"; }
-mkdir -p "$root"/var/lib/dpkg/{info,updates}
-: >"$root/var/lib/dpkg/status"
+in_root() { dpkg --force-not-root --force-bad-path --force-depends --force-script-chrootless --log=/dev/null --root="$host" "$@"; }
+mkdir -p "$host"/var/lib/dpkg/{info,updates}
+: >"$host/var/lib/dpkg/status"
 log=$(in_root --install "$package" 2>&1) || die "$log"
-[[ $("$root/usr/bin/towline" --version) == "towline $version" ]] || die "--version does not print towline $version"
+[[ $("$host/usr/bin/towline" --version) == "towline $version" ]] || die "--version does not print towline $version"
 log=$(in_root --install "$agent_package" 2>&1) || die "$log"
 for type in guest protected; do
-  PATH=$root/usr/bin:$PATH "$root/usr/lib/ocf/resource.d/towline/$type" meta-data | grep -F "<resource-agent name=\"$type\"" >/dev/null ||
+  PATH=$host/usr/bin:$PATH "$host/usr/lib/ocf/resource.d/towline/$type" meta-data | grep -F "<resource-agent name=\"$type\"" >/dev/null ||
     die "the resource agent $type has no meta-data"
 done
-for descriptor in "$root"/usr/share/qemu/vhost-user/*; do
+for descriptor in "$host"/usr/share/qemu/vhost-user/*; do
   kind=$(sed -n 's/.*"type": "\(.*\)".*/\1/p' "$descriptor")
-  backend=$root$(sed -n 's/.*"binary": "\(.*\)".*/\1/p' "$descriptor")
+  backend=$host$(sed -n 's/.*"binary": "\(.*\)".*/\1/p' "$descriptor")
   "$backend" --fd 3 --print-capabilities | grep -E "\"type\": *\"$kind\"" >/dev/null ||
     die "$descriptor: $backend is not a $kind device"
 done
-for unit in "$root"/usr/lib/systemd/system/*; do
+for unit in "$host"/usr/lib/systemd/system/*; do
   for path in $(sed -nE 's/^ExecStart=(\/[^ ]*).*/\1/p' "$unit"); do
-    [[ -f $root$path ]] || die "$unit: $path is not in the package"
+    [[ -f $host$path ]] || die "$unit: $path is not in the package"
   done
 done
 verified=$(in_root --verify towline towline-pacemaker)
 [[ ! $verified ]] || die "dpkg --verify: $verified"
 log=$(in_root --purge towline-pacemaker towline 2>&1) || die "$log"
-[[ ! -e $root/usr/bin/towline ]] || die "$root/usr/bin/towline is still there after the package was removed"
-echo "deb: $package $agent_package"
+[[ ! -e $host/usr/bin/towline ]] || die "$host/usr/bin/towline is still there after the package was removed"
+say "$package $agent_package"
