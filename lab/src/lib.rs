@@ -53,7 +53,7 @@ pub use network::Network;
 pub use paths::Kernel;
 pub use process::{child, command_after, is_asleep, kill, signal, signal_if_any};
 pub use proxy::{Action, Flow, Proxy, Trigger};
-pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Sweep, Version};
+pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Version};
 pub use qmp::Qmp;
 pub use ssh::{SshHost, Sshd, host_networks, ssh_key};
 pub use terminal::Terminal;

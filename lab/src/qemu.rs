@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-pub use boot_sector::{BootSector, Sweep};
+pub use boot_sector::BootSector;
 
 use crate::network::Network;
 use crate::paths::Kernel;

@@ -47,15 +47,6 @@ pub struct BootSector {
     pub uses_popcnt: bool,
 }
 
-/// State of the sweep at one moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sweep {
-    /// First byte of the last page.
-    pub value: u8,
-    /// Pages that are one step further.
-    pub position: usize,
-}
-
 impl Default for BootSector {
     /// 16 MiB with 16 words in each page, and a sweep over one MiB in 16 ms.
     fn default() -> Self {
@@ -130,16 +121,13 @@ impl BootSector {
     }
 
     /// Checks the filled range in `memory`: every page as written, the sweep in order. The error names the
-    /// first page that is torn or stale.
-    pub(super) fn check(&self, memory: &[u8]) -> Result<Sweep> {
-        let mut firsts = Vec::new();
-        for (index, page) in memory.chunks_exact(PAGE_SIZE as usize).enumerate() {
+    /// first page that is torn or stale. Returns the first bytes of the sweep's pages.
+    pub(super) fn check(&self, memory: &[u8]) -> Result<Vec<u8>> {
+        let pages = || memory.chunks_exact(PAGE_SIZE as usize);
+        let sweep_pages = self.sweep_pages as usize;
+        for (index, page) in pages().enumerate() {
             let wanted = self.page(index as u64);
-            let swept = index < self.sweep_pages as usize;
-            if swept {
-                firsts.push(page[0]);
-            }
-            let skipped = usize::from(swept);
+            let skipped = usize::from(index < sweep_pages);
             if page[skipped..] != wanted[skipped..]
                 && let Some(at) = (skipped..page.len()).find(|at| page[*at] != wanted[*at])
             {
@@ -147,13 +135,15 @@ impl BootSector {
                 bail!("page {index} has {found:#04x} at byte {at}, expected {wanted:#04x}: torn or stale");
             }
         }
-        in_order(&firsts)
+        let firsts: Vec<u8> = pages().take(sweep_pages).map(|page| page[0]).collect();
+        check_order(&firsts)?;
+        Ok(firsts)
     }
 }
 
 /// Checks that the sweep's first bytes are n+1, … n+1, n, … n.
-fn in_order(firsts: &[u8]) -> Result<Sweep> {
-    let Some(value) = firsts.last().copied() else { return Ok(Sweep { value: 0, position: 0 }) };
+fn check_order(firsts: &[u8]) -> Result<()> {
+    let Some(value) = firsts.last().copied() else { return Ok(()) };
     let ahead = value.wrapping_add(1);
     let position = firsts.iter().take_while(|first| **first == ahead).count();
     if let Some(at) = firsts[position..].iter().position(|first| *first != value) {
@@ -161,7 +151,7 @@ fn in_order(firsts: &[u8]) -> Result<Sweep> {
         let found = firsts[index];
         bail!("page {index} of the sweep is at {found}, those before at {ahead}, the last at {value}: stale");
     }
-    Ok(Sweep { value, position })
+    Ok(())
 }
 
 #[cfg(test)]
@@ -170,12 +160,12 @@ mod tests {
 
     #[test]
     fn a_sweep_has_one_step_at_most() {
-        assert_eq!(in_order(&[]).unwrap(), Sweep { value: 0, position: 0 });
-        assert_eq!(in_order(&[7, 7, 7]).unwrap(), Sweep { value: 7, position: 0 });
-        assert_eq!(in_order(&[0, 0, 255]).unwrap(), Sweep { value: 255, position: 2 });
-        let stale = in_order(&[8, 8, 6, 7]).unwrap_err().to_string();
+        for in_order in [&[][..], &[7, 7, 7], &[0, 0, 255]] {
+            check_order(in_order).unwrap();
+        }
+        let stale = check_order(&[8, 8, 6, 7]).unwrap_err().to_string();
         assert_eq!(stale, "page 2 of the sweep is at 6, those before at 8, the last at 7: stale");
-        assert!(in_order(&[8, 7, 8, 7]).is_err());
+        assert!(check_order(&[8, 7, 8, 7]).is_err());
     }
 
     #[test]
