@@ -26,38 +26,24 @@ pub(crate) fn faults(root: &Path) -> Result<Vec<String>> {
         }
         let file = entry.into_path();
         let name = file.strip_prefix(root).unwrap_or(&file);
-        let Some(kind) = kind(name).filter(|_| file.is_file()) else { continue };
-        let source = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        match kind {
-            Kind::Rust => {
+        let source = || std::fs::read_to_string(&file).with_context(|| file.display().to_string());
+        match name.extension().or(name.file_name()).and_then(|kind| kind.to_str()) {
+            Some("rs") => {
+                let source = source()?;
                 faults.extend(faults_of(name, &source));
                 faults.extend(words::faults_of(name, &source));
             }
-            Kind::Markdown => {
-                faults.extend(prose::faults_of(name, &source, |link| file.with_file_name(link).exists()));
+            Some("md") => {
+                let exists = |link: &str| file.with_file_name(link).exists();
+                faults.extend(prose::faults_of(name, &source()?, exists));
             }
-            Kind::HashComments => faults.extend(words::faults_of_hash_comments(name, &source)),
+            Some("toml" | "sh" | "py" | "Makefile" | "Containerfile") => {
+                faults.extend(words::faults_of_hash_comments(name, &source()?));
+            }
+            _ => {}
         }
     }
     Ok(faults)
-}
-
-/// Kind of a file that is checked.
-enum Kind {
-    Rust,
-    Markdown,
-    /// Build files and scripts, whose comments begin with `#`.
-    HashComments,
-}
-
-fn kind(file: &Path) -> Option<Kind> {
-    match file.extension().and_then(|extension| extension.to_str()) {
-        Some("rs") => Some(Kind::Rust),
-        Some("md") => Some(Kind::Markdown),
-        Some("toml" | "sh" | "py") => Some(Kind::HashComments),
-        _ if file.ends_with("Makefile") || file.ends_with("Containerfile") => Some(Kind::HashComments),
-        _ => None,
-    }
 }
 
 /// Returns true for a file, the root, and a directory with sources and documents.
