@@ -23,7 +23,7 @@ use crate::linux::LinuxGuest;
 use crate::paths;
 use crate::qemu::{Builder, MemoryBackend, Qemu, Version};
 use crate::towline::Towline;
-use network::{Card, Hub, Talk};
+use network::{Hub, Talk};
 use shown::{fact, heading, relative, step};
 
 const MEMORY_MIB: u64 = 512;
@@ -46,10 +46,10 @@ struct Demo<'a> {
     hub: Option<Hub>,
 }
 
-/// A QEMU with its card.
+/// A QEMU, and the card that serves it until its end.
 struct Machine {
     qemu: Qemu,
-    _card: Option<Card>,
+    _card: Option<Towline>,
 }
 
 /// The memory of the guest as it reports it.
@@ -146,11 +146,11 @@ impl Demo<'_> {
         let mut builder = builder.directory(&directory);
         let mut card = None;
         if let Some(hub) = &mut self.hub {
-            let started = hub.start_card(self.towline, &self.directory.join(format!("{name}-net.sock")))?;
-            let chardev = format!("socket,id=net0,path={},reconnect=1", started.socket.display());
+            let socket = self.directory.join(format!("{name}-net.sock"));
+            card = Some(hub.start_card(self.towline, &socket)?);
+            let chardev = format!("socket,id=net0,path={},reconnect=1", socket.display());
             builder = builder.args(["-chardev", &chardev, "-netdev", "vhost-user,id=n0,chardev=net0"]);
             builder = builder.args(["-device", "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02"]);
-            card = Some(started);
         }
         shown::background(&builder.command(&directory)?);
         Ok(Machine { qemu: builder.start()?, _card: card })

@@ -3,7 +3,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -32,13 +32,6 @@ pub(super) struct Hub {
     cards: usize,
 }
 
-/// A card that serves one QEMU.
-pub(super) struct Card {
-    pub(super) socket: PathBuf,
-    /// Ends with it.
-    _process: Towline,
-}
-
 impl Hub {
     /// Creates the bridge; needs root.
     pub(super) fn new() -> Result<Self> {
@@ -58,7 +51,7 @@ impl Hub {
     }
 
     /// Creates a tap on the bridge, starts a card on it, and waits until it listens.
-    pub(super) fn start_card(&mut self, towline: &Path, socket: &Path) -> Result<Card> {
+    pub(super) fn start_card(&mut self, towline: &Path, socket: &Path) -> Result<Towline> {
         let tap = format!("tap{}", self.cards);
         self.cards += 1;
         self.show(&["ip", "tuntap", "add", "dev", &tap, "mode", "tap", "vnet_hdr"])?;
@@ -66,12 +59,12 @@ impl Hub {
         let socket_text = socket.display().to_string();
         let words = ["net", "--socket", &socket_text, "--tap", &tap];
         shown::command(["towline"].into_iter().chain(words).chain(["&"]));
-        let mut process = Towline::start_within(&self.network.prefix(), towline, words)?;
+        let mut card = Towline::start_within(&self.network.prefix(), towline, words)?;
         wait_until("the card's socket", LISTENS_WITHIN, || {
-            process.check()?;
+            card.check()?;
             Ok(socket.exists().then_some(()))
         })?;
-        Ok(Card { socket: socket.to_owned(), _process: process })
+        Ok(card)
     }
 
     /// Gives the guest its address and starts its echo.
