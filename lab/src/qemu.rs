@@ -95,7 +95,6 @@ pub struct Builder {
 pub struct Qemu {
     child: Mutex<KilledChild>,
     qmp: Qmp,
-    pid: u32,
     version: Version,
     guest: Guest,
     /// Its sockets and files.
@@ -293,9 +292,8 @@ impl Builder {
             let text = std::fs::read_to_string(&stderr).unwrap_or_default();
             format!("QEMU did not start; it wrote: {}", text.trim())
         })?;
-        let pid = child.0.id();
         let child = Mutex::new(child);
-        Ok(Qemu { child, qmp, pid, version, guest, directory, _temporary: temporary })
+        Ok(Qemu { child, qmp, version, guest, directory, _temporary: temporary })
     }
 
     /// Command that starts it with its files in this directory, some of which are made.
@@ -403,7 +401,7 @@ impl Qemu {
 
     /// Process ID of the emulator.
     pub fn pid(&self) -> u32 {
-        self.pid
+        self.child().0.id()
     }
 
     /// Version.
@@ -413,7 +411,7 @@ impl Qemu {
 
     /// The options of a Linux guest's kernel, each with its value.
     pub fn kernel_options(&self) -> Result<Vec<String>> {
-        let line = std::fs::read_to_string(format!("/proc/{}/cmdline", self.pid))?;
+        let line = std::fs::read_to_string(format!("/proc/{}/cmdline", self.pid()))?;
         let words: Vec<String> = line.split('\0').map(str::to_owned).collect();
         let mut found = Vec::new();
         for option in ["-kernel", "-initrd", "-append"] {
@@ -442,7 +440,7 @@ impl Qemu {
 
     /// Waits until it exits without being ended.
     pub fn wait_exit(&self, within: Duration) -> Result<ExitStatus> {
-        wait_until(&format!("end of QEMU {}", self.pid), within, || self.exited())
+        wait_until(&format!("end of QEMU {}", self.pid()), within, || self.exited())
     }
 
     /// Kills it (SIGKILL) and waits until it has exited.
