@@ -267,19 +267,8 @@ fn answer(line: &str) -> Option<(u64, Result<String, String>)> {
 }
 
 fn unescaped(value: &str) -> String {
-    let mut text = String::with_capacity(value.len());
-    let mut characters = value.chars();
-    while let Some(character) = characters.next() {
-        text.extend(match character {
-            '\\' => characters.next().map(|escaped| match escaped {
-                'n' => '\n',
-                'r' => '\r',
-                other => other,
-            }),
-            plain => Some(plain),
-        });
-    }
-    text
+    let parts = value.split(r"\\").map(|part| part.replace(r"\n", "\n").replace(r"\r", "\r"));
+    parts.collect::<Vec<_>>().join(r"\")
 }
 
 #[cfg(test)]
@@ -291,6 +280,7 @@ mod tests {
         assert_eq!(answer("12 ok 7"), Some((12, Ok("7".into()))));
         assert_eq!(answer("12 ok"), Some((12, Ok(String::new()))));
         assert_eq!(answer(r"12 error a\nb\\n"), Some((12, Err("a\nb\\n".into()))));
+        assert_eq!(answer(r"1 ok \\\n\\\\r"), Some((1, Ok("\\\n\\\\r".into()))));
         assert_eq!(answer("[    0.5] usb ok"), None);
         assert_eq!(answer("k 7"), None);
         assert_eq!(answer(""), None);
