@@ -111,8 +111,6 @@ pub fn is_asleep(pid: u32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task"));
     let threads = threads.unwrap_or_else(|error| panic!("process {pid}: {error}")).flatten();
     // A thread may have ended since.
-    let states = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
-    states
-        .filter_map(|stat| stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with('S')))
-        .all(|sleeps| sleeps)
+    let mut states = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
+    states.all(|stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('S')))
 }
