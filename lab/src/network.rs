@@ -23,15 +23,6 @@ impl Network {
         Ok(network)
     }
 
-    /// Creates a tap for one QEMU (`-netdev tap,ifname=NAME,script=no,downscript=no`) with this address, as
-    /// `10.0.2.2/24`. It accepts packets of any size without checksums, so the guest's card offers
-    /// scatter-gather.
-    pub fn add_tap(&self, name: &str, address: &str) -> Result<()> {
-        self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr"])?;
-        self.run(&["ip", "address", "add", address, "dev", name])?;
-        self.run(&["ip", "link", "set", name, "up"])
-    }
-
     /// Command that runs a program in this namespace; the program and its arguments follow.
     pub fn prefix(&self) -> Vec<String> {
         self.namespace.prefix()
