@@ -2,7 +2,6 @@
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use memmap2::MmapMut;
@@ -60,7 +59,7 @@ impl Agent {
             ("echo", [port]) => net::echo(port.parse()?).map(|()| String::new()),
             ("talk", [address, bytes, times]) => {
                 let (bytes, times) = (usize::try_from(number(bytes)?)?, number(times)?);
-                Ok(net::talk(address, bytes, times)?.to_string())
+                net::talk(address, bytes, times).map(|()| String::new())
             }
             _ => bail!("unknown command or wrong arguments: `{line}`"),
         }
@@ -69,9 +68,8 @@ impl Agent {
     /// Frees the old memory first: there may not be room for both.
     fn replace(&mut self, make: impl FnOnce() -> Result<MmapMut>) -> Result<String> {
         self.memory = None;
-        let started = Instant::now();
         self.memory = Some(make()?);
-        Ok(started.elapsed().as_micros().to_string())
+        Ok(String::new())
     }
 
     fn filled(&self) -> Result<&MmapMut> {

@@ -39,16 +39,15 @@ fn echo_stream(mut stream: &TcpStream) -> std::io::Result<u64> {
 }
 
 /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
-/// compares the echo. Returns the microseconds that it took.
-pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<u128> {
+/// compares the echo.
+pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<()> {
     let address: SocketAddr = address.parse().with_context(|| format!("`{address}` is not an address"))?;
-    let started = Instant::now();
-    let mut state = started.elapsed().as_nanos() as u64;
+    let mut state = Instant::now().elapsed().as_nanos() as u64;
     for time in 0..times {
         let seed = next(&mut state);
         connect_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
     }
-    Ok(started.elapsed().as_micros())
+    Ok(())
 }
 
 fn connect_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
