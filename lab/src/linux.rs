@@ -4,7 +4,6 @@
 //! it another socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and a
 //! response with its own ID.
 
-use std::fmt;
 use std::io::Write as _;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
@@ -30,6 +29,8 @@ const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
 const MAP_LOST: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 /// Time for which all processors of a guest halt that has lost an interrupt: one that boots never has nothing to do for so long.
 const HALTED_FOR: Duration = Duration::from_secs(20);
+/// One of the faults of stock QEMU that `docs/testing.md` describes: an emulated guest does not boot.
+const EMULATION_FAULT: &str = "QEMU's emulation has failed the guest, see docs/testing.md";
 /// Maximum number of guests that are started for one that boots.
 const BOOTS_MAX: usize = 3;
 
@@ -37,16 +38,6 @@ const BOOTS_MAX: usize = 3;
 pub struct LinuxGuest {
     lines: Lines,
     next_id: u64,
-}
-
-/// One of the faults of stock QEMU that `docs/testing.md` describes: an emulated guest does not boot.
-#[derive(Debug)]
-struct EmulationFault;
-
-impl fmt::Display for EmulationFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("QEMU's emulation has failed the guest, see docs/testing.md")
-    }
 }
 
 impl Builder {
@@ -58,9 +49,9 @@ impl Builder {
             let qemu = self.clone().start()?;
             match qemu.linux(within) {
                 Ok(guest) => return Ok((qemu, guest)),
-                Err(error) if error.is::<EmulationFault>() && boots < BOOTS_MAX => {
+                Err(error) if error.downcast_ref::<&str>() == Some(&EMULATION_FAULT) && boots < BOOTS_MAX => {
                     // Past the test harness, which hides the output of a passing test.
-                    let _ = writeln!(std::io::stderr(), "another guest is booted: {EmulationFault}");
+                    let _ = writeln!(std::io::stderr(), "another guest is booted: {EMULATION_FAULT}");
                 }
                 Err(error) => return Err(error),
             }
@@ -98,7 +89,7 @@ impl Qemu {
                 wrote.trim(),
                 console.trim()
             ));
-            return Err(if has_failed { error.context(EmulationFault) } else { error });
+            return Err(if has_failed { error.context(EMULATION_FAULT) } else { error });
         }
     }
 }
