@@ -92,8 +92,7 @@ impl Authority {
 }
 
 fn params(names: &[&str], common_name: &str, until: i32) -> Result<CertificateParams> {
-    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-    let mut params = CertificateParams::new(names)?;
+    let mut params = CertificateParams::new(names.iter().copied().map(str::to_owned).collect::<Vec<_>>())?;
     params.distinguished_name.push(DnType::CommonName, common_name);
     params.not_before = date_time_ymd(2010, 1, 1);
     params.not_after = date_time_ymd(until, 1, 1);

@@ -54,14 +54,10 @@ impl Sshd {
         &self.0
     }
 
-    /// Directory that it was unpacked to.
-    pub fn root(&self) -> &Path {
-        self.0.ancestors().nth(3).expect("it is below usr/sbin")
-    }
-
     /// Programs that it starts, with the options for their paths.
     pub fn started(&self) -> Vec<(PathBuf, &'static str)> {
-        let programs = STARTED_BY_SSHD.map(|(program, option)| (self.root().join(program), option));
+        let root = self.0.ancestors().nth(3).expect("it is below usr/sbin");
+        let programs = STARTED_BY_SSHD.map(|(program, option)| (root.join(program), option));
         programs.into_iter().filter(|(program, _)| program.is_file()).collect()
     }
 }
