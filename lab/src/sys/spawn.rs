@@ -29,9 +29,6 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
 /// Keeps descriptors open in the child, under their numbers here. They must be open when it is started.
 pub(crate) fn keep_open(command: &mut Command, descriptors: &[BorrowedFd<'_>]) {
     let numbers: Vec<_> = descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
-    if numbers.is_empty() {
-        return;
-    }
     // In the child, not here: another thread may be starting a process that must not inherit them.
     let keep = move || {
         for &number in &numbers {
