@@ -5,21 +5,16 @@
 //! format the check is skipped, with the reason.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use super::published;
-use crate::command::{cargo, output, refuse, root, run as run_command, target_directory};
+use crate::command::{cargo, refuse, root, run as run_command, target_directory};
 
 /// Formats of rustdoc's JSON that are read here: Rust 1.94 and 1.95.
 const FORMATS: std::ops::RangeInclusive<u64> = 56..=57;
 const UNKNOWN: &str = "rustdoc's JSON of this compiler has a format that is unknown here";
-/// JSON is an unstable output of rustdoc. Only rustdoc gets the permission: for cargo it would be another
-/// compiler, and all dependencies would be compiled again.
-const RUSTDOC: &str = "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec \"$TOWLINE_RUSTDOC\" \"$@\"\n";
 
 /// Writes the texts.
 pub(crate) fn write() -> Result<()> {
@@ -58,12 +53,8 @@ fn first_difference(recorded: &str, found: &str) -> Option<String> {
 fn texts() -> Result<Option<Vec<(PathBuf, String)>>> {
     let target = target_directory()?;
     let libraries = published()?;
-    let wrapper = target.join("rustdoc-json");
-    fs::write(&wrapper, RUSTDOC).with_context(|| wrapper.display().to_string())?;
-    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))?;
-    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]).current_dir(root()))?;
     let mut doc = cargo(["doc", "--quiet", "--no-deps", "--lib", "--all-features"]);
-    doc.env("RUSTDOC", wrapper).env("TOWLINE_RUSTDOC", Path::new(sysroot.trim()).join("bin/rustdoc"));
+    doc.env("RUSTDOC", root().join("xtask/rustdoc.sh"));
     doc.env("RUSTDOCFLAGS", "-Z unstable-options --output-format json");
     run_command(doc.args(libraries.iter().flat_map(|library| ["--package", library])))?;
     let mut texts = Vec::new();
