@@ -97,9 +97,11 @@ pub fn run(towline: &Path) -> Result<()> {
     source.qemu.kill()?;
     drop(guest);
     drop(source);
-    let restored = demo.instant_restore(&image)?;
+    heading("An instant restore: the guest runs at once, its memory follows");
+    let restored = demo.waiting("b")?;
+    demo.towline(&["copy", "--postcopy", &image, &qmp(&restored.qemu)])?;
     let mut guest = restored.qemu.linux(BOOT_WITHIN)?;
-    demo.compare(&mut guest, &before)?;
+    compare(&mut guest, &before)?;
     // The agent has one connection.
     drop(guest);
     demo.live_move(&restored, &before)?;
@@ -156,13 +158,6 @@ impl Demo<'_> {
         Ok(Machine { qemu: builder.start()?, _card: card })
     }
 
-    fn instant_restore(&mut self, image: &str) -> Result<Machine> {
-        heading("An instant restore: the guest runs at once, its memory follows");
-        let destination = self.waiting("b")?;
-        self.towline(&["copy", "--postcopy", image, &qmp(&destination.qemu)])?;
-        Ok(destination)
-    }
-
     /// Moves the guest, and shows its counter before and after, and what its connection noticed.
     fn live_move(&mut self, source: &Machine, before: &State) -> Result<()> {
         heading(
@@ -185,21 +180,12 @@ impl Demo<'_> {
                 talked.longest.as_millis()
             ));
         }
-        self.compare(&mut guest, before)
+        compare(&mut guest, before)
     }
 
     /// Starts a QEMU that waits for a guest.
     fn waiting(&mut self, name: &str) -> Result<Machine> {
         self.start(name, self.builder.clone().incoming_defer())
-    }
-
-    /// The guest has the same memory, and has counted on.
-    fn compare(&self, guest: &mut LinuxGuest, before: &State) -> Result<()> {
-        let State { hash, tick } = state(guest)?;
-        ensure!(hash == before.hash, "the guest's memory has the hash {hash}, expected {}", before.hash);
-        ensure!(tick > before.tick, "the guest counts {tick}, expected more than {}", before.tick);
-        fact(&format!("its memory has the same hash, and its clock ticks: {tick}"));
-        Ok(())
     }
 
     /// Prints and runs a command, and prints its report.
@@ -226,6 +212,15 @@ fn content(image: &File) -> Result<u64> {
 fn state(guest: &mut LinuxGuest) -> Result<State> {
     let tick = guest.wait_ticking(BOOT_WITHIN)?;
     Ok(State { hash: guest.hash()?, tick })
+}
+
+/// The guest has the same memory, and has counted on.
+fn compare(guest: &mut LinuxGuest, before: &State) -> Result<()> {
+    let State { hash, tick } = state(guest)?;
+    ensure!(hash == before.hash, "the guest's memory has the hash {hash}, expected {}", before.hash);
+    ensure!(tick > before.tick, "the guest counts {tick}, expected more than {}", before.tick);
+    fact(&format!("its memory has the same hash, and its clock ticks: {tick}"));
+    Ok(())
 }
 
 fn show_size(image: &str) -> Result<()> {
