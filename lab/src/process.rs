@@ -3,13 +3,15 @@
 //! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long
 //! before its guest should, so one thread that never ends starts them all.
 
-use std::io;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
+use std::{fs, io};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 use crate::sys::die_with_parent;
 
@@ -87,6 +89,18 @@ pub fn signal_if_any(pid: u32, signal: Signal) {
 /// If it cannot be killed.
 pub fn kill(pid: u32) {
     signal_if_any(pid, Signal::KILL);
+}
+
+/// Returns the process of the QEMU that towline has started with this runtime directory, unless it has ended. Until then it
+/// has the guest's name.
+pub fn running_qemu(directory: &Path) -> Option<u32> {
+    let state: Value = serde_json::from_slice(&fs::read(directory.join("state.json")).ok()?).ok()?;
+    let pid = u32::try_from(state["pid"].as_u64()?).ok()?;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // From the state, field 3 of proc_pid_stat(5), on. Field 22 is the start time.
+    let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let start_time = fields.get(19)?.parse().ok();
+    (start_time == state["start-time"].as_u64() && !["Z", "X"].contains(&fields[0])).then_some(pid)
 }
 
 fn send(pid: u32, signal: Signal) -> Result<(), Errno> {

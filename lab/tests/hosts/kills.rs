@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
-use towline_lab::{Qmp, Towline, child, wait_until};
+use towline_lab::{Qmp, Towline, child, running_qemu, wait_until};
 
 use crate::disks::DISK_THERE;
 use crate::support::{Hosts, WITHIN, WRITER, WRITTEN, assert_disk};
@@ -108,17 +108,9 @@ impl Side<'_> {
         assert_disk(&mut guest);
     }
 
-    /// Process of the guest's QEMU, unless it has ended. Until then it has the guest's name.
+    /// Process of the guest's QEMU, unless it has ended.
     fn qemu(&self) -> Option<u32> {
-        let state = std::fs::read(self.monitor.with_file_name("state.json")).ok()?;
-        let state: Value = serde_json::from_slice(&state).unwrap();
-        let pid = u32::try_from(state["pid"].as_u64().unwrap()).unwrap();
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // From the state, field 3 of proc_pid_stat(5), on. Field 22 is the start time.
-        let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-        let start_time = fields[19].parse().ok();
-        let is_it = start_time == state["start-time"].as_u64() && !["Z", "X"].contains(&fields[0]);
-        is_it.then_some(pid)
+        running_qemu(self.monitor.parent().unwrap())
     }
 
     /// Ends it. Returns true if it hung, as a destination may whose lanes are cut: each later move would be refused.

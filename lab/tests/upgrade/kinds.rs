@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::expect::completed;
 use towline_lab::{
-    BootSector, Builder, Finished, MemoryBackend, Qemu, Qmp, Towline, Version, require_lab, towline_binary,
-    wait_until,
+    BootSector, Builder, Finished, MemoryBackend, Qemu, Qmp, Towline, Version, require_lab, running_qemu,
+    towline_binary, wait_until,
 };
 
 use crate::support::{WITHIN, directory, kill};
@@ -74,13 +74,8 @@ impl Guest {
     }
 
     fn new_qemu(&self) -> Option<u32> {
-        let states = fs::read_dir(self.path("towline/guests")).ok()?;
-        let pid = |path: PathBuf| {
-            let state = fs::read_to_string(path.join("state.json")).ok()?;
-            u32::try_from(serde_json::from_str::<Value>(&state).ok()?["pid"].as_u64()?).ok()
-        };
-        let runs = |pid: &u32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty());
-        states.filter_map(|entry| pid(entry.ok()?.path())).find(runs)
+        let guests = fs::read_dir(self.path("towline/guests")).ok()?;
+        guests.flatten().find_map(|entry| running_qemu(&entry.path()))
     }
 
     fn qmp(&self, command: &str, arguments: Value) -> Value {

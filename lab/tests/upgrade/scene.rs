@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::expect::events;
 use towline_lab::{
-    BootSector, Builder, MemoryBackend, Qemu, Qmp, Towline, Version, towline_binary, wait_until,
+    BootSector, Builder, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemu, towline_binary, wait_until,
 };
 
 use crate::support::{LongestGap, WITHIN, directory, kill, named_file};
@@ -143,16 +143,9 @@ impl Scene {
 
     /// New QEMUs: process and monitor.
     pub(crate) fn new_qemus(&self) -> Vec<(u32, std::path::PathBuf)> {
-        let guests = self.place.path().join("towline/guests");
-        let Ok(entries) = std::fs::read_dir(guests) else { return Vec::new() };
-        let state = |path: std::path::PathBuf| {
-            let text = std::fs::read_to_string(path.join("state.json")).ok()?;
-            let state: Value = serde_json::from_str(&text).ok()?;
-            let pid = u32::try_from(state["pid"].as_u64()?).ok()?;
-            std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty()).then_some(())?;
-            Some((pid, path.join("qmp.sock")))
-        };
-        entries.filter_map(|entry| state(entry.ok()?.path())).collect()
+        let guests = std::fs::read_dir(self.place.path().join("towline/guests"));
+        let directories = guests.into_iter().flatten().map(|entry| entry.unwrap().path());
+        directories.filter_map(|path| Some((running_qemu(&path)?, path.join("qmp.sock")))).collect()
     }
 
     /// Processes that map the guest's memory, in any state.

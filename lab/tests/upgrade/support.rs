@@ -1,6 +1,6 @@
 //! Helpers of these tests: a guest on memory that another QEMU can map, and upgrades of it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread::JoinHandle;
@@ -10,7 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::{
-    Builder, Finished, LinuxGuest, MemoryBackend, Qemu, Qmp, Towline, Version, towline_binary, wait_until,
+    Builder, Finished, LinuxGuest, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemu, towline_binary,
+    wait_until,
 };
 
 /// Generous: two busy processors.
@@ -152,16 +153,8 @@ impl Guest {
 
     /// Processes of the QEMUs that towline started and that run.
     pub(crate) fn qemus(&self) -> Vec<u32> {
-        let Ok(guests) = std::fs::read_dir(self.place.path().join("towline/guests")) else {
-            return Vec::new();
-        };
-        let state = |path: PathBuf| {
-            let text = std::fs::read_to_string(path.join("state.json")).ok()?;
-            serde_json::from_str::<Value>(&text).ok()?["pid"].as_u64()
-        };
-        let pids = guests.filter_map(|entry| state(entry.unwrap().path()));
-        let pids = pids.map(|pid| u32::try_from(pid).unwrap());
-        pids.filter(|pid| is_qemu(*pid)).collect()
+        let guests = std::fs::read_dir(self.place.path().join("towline/guests"));
+        guests.into_iter().flatten().filter_map(|entry| running_qemu(&entry.unwrap().path())).collect()
     }
 }
 
