@@ -40,7 +40,10 @@ fn detached_guests_outlive_the_command_and_are_controlled_by_name() {
     let last = events(&finished, "run");
     assert!(last[0]["guests"] == 2 && last[0]["outcome"] == "done", "{last:?}");
 
-    let listed = saved.listed();
+    // One whose monitor has not replied at once is busy.
+    let replied = |listed: &Vec<Value>| listed.iter().all(|guest| guest["state"] != "busy");
+    let listed = || Ok(Some(saved.listed()).filter(replied));
+    let listed = wait_until("monitors that reply", WITHIN, listed).unwrap();
     assert_eq!(listed.len(), 2);
     assert!(listed.iter().all(|guest| guest["detached"] == true), "{listed:?}");
     assert!(listed.iter().all(|guest| guest["state"] == "running"), "{listed:?}");
@@ -49,7 +52,9 @@ fn detached_guests_outlive_the_command_and_are_controlled_by_name() {
         saved.towline(words).wait_done(WITHIN).unwrap().stdout
     };
     assert_eq!(ps(&["-q"]), "web-0\nweb-1\n");
-    let (heading, rows) = ps(&[]).split_once('\n').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let text = || Ok(Some(ps(&[])).filter(|text| !text.contains(" busy ")));
+    let text = wait_until("monitors that reply", WITHIN, text).unwrap();
+    let (heading, rows) = text.split_once('\n').unwrap();
     assert_eq!(
         heading.split_whitespace().collect::<Vec<_>>(),
         ["NAME", "PID", "STATE", "AGE", "MEMORY", "IMAGE"]

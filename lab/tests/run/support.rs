@@ -13,7 +13,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
 use towline_lab::{
-    Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, signal, towline, towline_binary, wait_until,
+    Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, kill, running_qemu, signal, towline, towline_binary,
+    wait_until,
 };
 
 /// Generous: two busy processors.
@@ -35,6 +36,16 @@ pub(crate) struct Saved {
     tick: u64,
     /// Guest-physical address of the counter, below the hole of PCI.
     counter: u64,
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        // Detached guests must not outlive a test that fails.
+        let guests = fs::read_dir(self.path("towline/guests"));
+        for entry in guests.into_iter().flatten().flatten() {
+            running_qemu(&entry.path()).into_iter().for_each(kill);
+        }
+    }
 }
 
 /// A saved guest whose files have no names any more, so that they end with this process.
