@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::expect::{completed, qmp};
-use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towline, wait_until};
+use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towline};
 
 const WITHIN: Duration = Duration::from_secs(120);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
@@ -181,9 +181,9 @@ fn a_source_with_another_compression_is_refused_with_both_methods() {
         let directory = scratch();
         let (socket, image) = (in_directory(&directory, "socket"), in_directory(&directory, "guest.img"));
         let here = format!("unix:{socket}");
-        let towline = start_copy(&["--multifd-channels", "2", "--compression", ours, &here, &image]);
-        wait_until("a towline that listens", WITHIN, || Ok(Path::new(&socket).exists().then_some(())))
-            .unwrap();
+        let mut towline = start_copy(&["--multifd-channels", "2", "--compression", ours, &here, &image]);
+        // Its socket has a name before it listens.
+        towline.listens_at(WITHIN).unwrap();
         set(&source, 2, theirs);
         source.qmp().execute("migrate", json!({ "uri": here })).unwrap();
         let finished = towline.wait(WITHIN).unwrap();
