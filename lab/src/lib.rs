@@ -51,7 +51,9 @@ pub use memory::RamBlock;
 pub use namespace::Namespace;
 pub use network::Network;
 pub use paths::Kernel;
-pub use process::{child, command_after, is_asleep, kill, running_qemu, signal, signal_if_any};
+pub use process::{
+    child, command_after, is_asleep, kill, running_qemu, running_qemus, signal, signal_if_any,
+};
 pub use proxy::{Action, Flow, Proxy, Trigger};
 pub use qemu::{BootSector, Builder, MemoryBackend, Qemu, Version};
 pub use qmp::Qmp;

@@ -3,7 +3,8 @@
 //! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long
 //! before its guest should, so one thread that never ends starts them all.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
@@ -101,6 +102,13 @@ pub fn running_qemu(directory: &Path) -> Option<u32> {
     let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let start_time = fields.get(19)?.parse().ok();
     (start_time == state["start-time"].as_u64() && !["Z", "X"].contains(&fields[0])).then_some(pid)
+}
+
+/// Returns the processes of the QEMUs that [run](running_qemu) below `$XDG_RUNTIME_DIR` of a towline, by their runtime directories.
+pub fn running_qemus(runtime: &Path) -> BTreeMap<PathBuf, u32> {
+    let guests = fs::read_dir(runtime.join("towline/guests"));
+    let directories = guests.into_iter().flatten().flatten().map(|entry| entry.path());
+    directories.filter_map(|directory| running_qemu(&directory).map(|pid| (directory, pid))).collect()
 }
 
 fn send(pid: u32, signal: Signal) -> Result<(), Errno> {

@@ -7,11 +7,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_lab::expect::{assert_ended, completed, events, number, qmp};
-use towline_lab::{Qmp, Towline, child, running_qemu, wait_until};
+use towline_lab::{Qmp, Towline, child, kill, running_qemu, wait_until};
 
 use crate::disks::DISK_THERE;
 use crate::support::{Hosts, WITHIN, WRITER, WRITTEN, assert_disk};
@@ -220,13 +218,6 @@ fn disturbed(hosts: &Hosts, here: &Side<'_>, what: &Disturbance) -> Option<i32> 
     }
     wait_until("the end of the agent", WITHIN, || Ok(hosts.there.agent().is_none().then_some(()))).unwrap();
     finished.status.code()
-}
-
-/// Kills a process, which may have ended already.
-fn kill(pid: u32) {
-    let pid = Pid::from_raw(pid.cast_signed()).unwrap();
-    let killed = kill_process(pid, Signal::KILL);
-    assert!(matches!(killed, Ok(()) | Err(Errno::SRCH)), "{killed:?}");
 }
 
 /// Where the guest is in the end.

@@ -13,7 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
 use towline_lab::{
-    Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, kill, running_qemu, signal, towline, towline_binary,
+    Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, kill, running_qemus, signal, towline, towline_binary,
     wait_until,
 };
 
@@ -41,10 +41,7 @@ pub(crate) struct Saved {
 impl Drop for Saved {
     fn drop(&mut self) {
         // Detached guests must not outlive a test that fails.
-        let guests = fs::read_dir(self.path("towline/guests"));
-        for entry in guests.into_iter().flatten().flatten() {
-            running_qemu(&entry.path()).into_iter().for_each(kill);
-        }
+        running_qemus(self.place.path()).into_values().for_each(kill);
     }
 }
 

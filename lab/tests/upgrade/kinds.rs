@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::expect::completed;
 use towline_lab::{
-    BootSector, Builder, Finished, MemoryBackend, Qemu, Qmp, Towline, Version, require_lab, running_qemu,
+    BootSector, Builder, Finished, MemoryBackend, Qemu, Qmp, Towline, Version, require_lab, running_qemus,
     towline_binary, wait_until,
 };
 
@@ -74,8 +74,7 @@ impl Guest {
     }
 
     fn new_qemu(&self) -> Option<u32> {
-        let guests = fs::read_dir(self.path("towline/guests")).ok()?;
-        guests.flatten().find_map(|entry| running_qemu(&entry.path()))
+        running_qemus(self.place.path()).into_values().next()
     }
 
     fn qmp(&self, command: &str, arguments: Value) -> Value {

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::expect::events;
 use towline_lab::{
-    BootSector, Builder, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemu, towline_binary, wait_until,
+    BootSector, Builder, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemus, towline_binary,
+    wait_until,
 };
 
 use crate::support::{LongestGap, WITHIN, directory, kill, named_file};
@@ -143,9 +144,8 @@ impl Scene {
 
     /// New QEMUs: process and monitor.
     pub(crate) fn new_qemus(&self) -> Vec<(u32, std::path::PathBuf)> {
-        let guests = std::fs::read_dir(self.place.path().join("towline/guests"));
-        let directories = guests.into_iter().flatten().map(|entry| entry.unwrap().path());
-        directories.filter_map(|path| Some((running_qemu(&path)?, path.join("qmp.sock")))).collect()
+        let qemus = running_qemus(self.place.path()).into_iter();
+        qemus.map(|(directory, pid)| (pid, directory.join("qmp.sock"))).collect()
     }
 
     /// Processes that map the guest's memory, in any state.

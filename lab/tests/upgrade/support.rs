@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::{
-    Builder, Finished, LinuxGuest, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemu, towline_binary,
+    Builder, Finished, LinuxGuest, MemoryBackend, Qemu, Qmp, Towline, Version, running_qemus, towline_binary,
     wait_until,
 };
 
@@ -153,8 +153,7 @@ impl Guest {
 
     /// Processes of the QEMUs that towline started and that run.
     pub(crate) fn qemus(&self) -> Vec<u32> {
-        let guests = std::fs::read_dir(self.place.path().join("towline/guests"));
-        guests.into_iter().flatten().filter_map(|entry| running_qemu(&entry.unwrap().path())).collect()
+        running_qemus(self.place.path()).into_values().collect()
     }
 }
 
