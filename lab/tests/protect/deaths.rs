@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use rustix::process::Signal;
-use towline_lab::expect::{assert_ended, number};
+use serde_json::{Value, json};
+use towline_lab::expect::{assert_ended, events, number, wait_event};
 use towline_lab::{signal, wait_until};
 
 use crate::protected::{GONE, Protected};
-use crate::support::{Part, Side, WITHIN};
+use crate::support::{Hosts, Part, Side, WITHIN};
 use crate::{DIES_AFTER_MS, ends_well};
 
 /// Longest time without a reply after the death of a part of a guest that stays where it is.
@@ -200,12 +201,47 @@ fn a_guest_that_is_ended_stays_so_without_a_session() {
     guest.hosts.kill(Part::Session);
     guest.takes_checkpoints();
     let agent = guest.hosts.part(Part::Agent);
-    guest.hosts.source.qmp().execute("quit", serde_json::Value::Null).unwrap();
-    assert_ended(&guest.protecting.wait(WITHIN).unwrap(), GONE, &[]);
-    let ended = || Ok((guest.hosts.there.agent() != Some(agent)).then_some(()));
-    wait_until("the end of the agent", WITHIN, ended).unwrap();
-    assert_eq!(guest.hosts.passing(), [Side::Here], "the other host runs it");
+    guest.hosts.source.qmp().execute("quit", Value::Null).unwrap();
+    let ended = guest.protecting.wait(WITHIN).unwrap();
+    assert_ended(&ended, GONE, &[]);
+    let has_ended = || Ok((guest.hosts.there.agent() != Some(agent)).then_some(()));
+    wait_until("the end of the agent", WITHIN, has_ended).unwrap();
+    assert_eq!(
+        guest.hosts.passing(),
+        [Side::Here],
+        "the other host runs it: {}{}",
+        ended.stdout,
+        ended.stderr
+    );
     guest.hosts.wait_none_there();
+}
+
+/// The keeper learns of both at once.
+#[test]
+fn a_guest_that_is_ended_after_a_loss_stays_so() {
+    let Some(hosts) = Hosts::new("a_guest_that_is_ended_after_a_loss_stays_so") else { return };
+    // The other host is to wait for the keeper.
+    let mut protecting = hosts.protect_by(|words| {
+        let at = words.iter().position(|word| word == "--peer-timeout").unwrap();
+        words[at + 1] = "60s".to_owned();
+    });
+    wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+    let keeper = hosts.part(Part::Keeper);
+    signal(keeper, Signal::STOP);
+    let qmp = hosts.source.qmp();
+    let jobs = || qmp.execute("query-block-jobs", Value::Null);
+    let mirror = jobs().unwrap()[0]["device"].clone();
+    qmp.execute("block-job-cancel", json!({ "device": mirror, "force": true })).unwrap();
+    let has_ended = || Ok((jobs()?[0]["status"] == "concluded").then_some(()));
+    wait_until("the end of the mirror", WITHIN, has_ended).unwrap();
+    qmp.execute("quit", Value::Null).unwrap();
+    hosts.source.wait_exit(WITHIN).unwrap();
+    signal(keeper, Signal::CONT);
+    let ended = protecting.wait(WITHIN).unwrap();
+    assert_ended(&ended, GONE, &[]);
+    assert_eq!(events(&ended.stdout).last().unwrap()["end"], "guest-ended");
+    hosts.wait_none_there();
+    assert_eq!(hosts.passing(), [Side::Here]);
 }
 
 #[test]

@@ -101,7 +101,7 @@ fn carry(link: &Link<ToFerry>, open: &mut Option<Arc<dyn Channel>>) -> Result<()
     *open = Some(Arc::clone(&standby));
     let address = Address::Unix(request.socket.clone());
     let listener =
-        for_qemu(&request.socket, || Listener::bind(&address))?.map_err(Failure::of(Lost::Guest))?;
+        for_qemu(&request.socket, || Listener::bind(&address))?.map_err(Failure::of(Lost::Here))?;
     link.send(&FromFerry::Listening);
     let Some(ToFerry::Copy) = next(link) else { return Ok(()) };
     flush(&disks)?;
@@ -147,9 +147,9 @@ fn serve_disks(
     queue: &Arc<CheckpointQueue>,
 ) -> Result<Vec<Arc<DiskLog>>, Failure> {
     let listener = for_qemu(&request.disk_socket, || UnixListener::bind(&request.disk_socket))?
-        .map_err(Failure::of(Lost::Disk))?;
+        .map_err(Failure::of(Lost::Here))?;
     DiskLog::serve(&request.disks, channels, listener, queue, request.checkpoint_bytes_max)
-        .map_err(Failure::of(Lost::Disk))
+        .map_err(Failure::of(Lost::Here))
 }
 
 /// Has the standby store what was written before the first checkpoint, which would wait for that.
@@ -168,7 +168,7 @@ fn for_qemu<T>(path: &Path, bind: impl FnOnce() -> T) -> Result<T, Failure> {
             with_file_owner(owner, bind)
         }
     };
-    bind().map_err(Failure::of(Lost::Guest))
+    bind().map_err(Failure::of(Lost::Here))
 }
 
 /// Passes the first copy on.
@@ -176,9 +176,9 @@ fn first_copy(
     listener: Listener,
     standby: &Arc<dyn Channel>,
 ) -> Result<(Arc<dyn Channel>, FirstCopy), Failure> {
-    let cancel = Cancel::new().map_err(Failure::of(Lost::Guest))?;
+    let cancel = Cancel::new().map_err(Failure::of(Lost::Here))?;
     let gathered = gather(listener, 0, Instant::now() + STEP_TIMEOUT, STEP_TIMEOUT, &cancel);
-    let primary = gathered.map_err(Failure::of(Lost::Guest))?.main_channel();
+    let primary = gathered.map_err(Failure::of(Lost::Here))?.main_channel();
     // Which end has failed is in the error, and makes no difference before the first checkpoint.
     let first = pass_on_first_copy(&primary, standby).map_err(Failure::of(Lost::Standby))?;
     Ok((primary, first))
@@ -187,7 +187,7 @@ fn first_copy(
 impl Way<'_> {
     /// Takes checkpoints and passes them on, until an end is lost, which is reported.
     fn pass_checkpoints(&self, request: &FerryRequest, first: FirstCopy) -> Result<(), Failure> {
-        let hold = || HoldingCards::hold(&request.cards, request.generation).map_err(Failure::of(Lost::Card));
+        let hold = || HoldingCards::hold(&request.cards, request.generation).map_err(Failure::of(Lost::Here));
         let (marks, releases) = (hold()?, hold()?);
         let watched = if request.ends_on_output && !request.cards.is_empty() { Some(hold()?) } else { None };
         let timeout = Duration::from_millis(request.peer_timeout_ms);
@@ -202,7 +202,6 @@ impl Way<'_> {
             interval: Duration::from_millis(request.epoch_ms),
             begun: Instant::now(),
             number: 0,
-            lost: None,
         };
         let passing = Mutex::new(None);
         thread::scope(|scope| {
@@ -218,11 +217,8 @@ impl Way<'_> {
             let Err(error) = checkpoints::take(self.primary.as_ref(), first, &mut taker);
             // Its writes do not wait for what comes next.
             self.close();
-            let lost = taker.lost.unwrap_or(match &error {
-                Error::Ended { .. } | Error::Channel(_) => Lost::Guest,
-                _ => Lost::Checkpoint,
-            });
-            let Failure { lost, reason } = lock(&passing).take().unwrap_or_else(|| Failure::of(lost)(error));
+            let failure = lock(&passing).take();
+            let Failure { lost, reason } = failure.unwrap_or_else(|| Failure::of(Lost::Here)(error));
             // Not after the other thread, which may wait for the standby.
             self.link.send(&FromFerry::Ended { lost, reason });
         });
@@ -239,7 +235,7 @@ impl Way<'_> {
                 return Some(Failure::of(Lost::Standby)(error));
             }
             if let Err(error) = cards.release(epoch) {
-                return Some(Failure::of(Lost::Card)(error));
+                return Some(Failure::of(Lost::Here)(error));
             }
             self.queue.release(checkpoint);
             self.link.send(&FromFerry::Acknowledged { epoch, latency_us: micros(begun) });
@@ -277,8 +273,6 @@ struct Taker<'a> {
     /// Time of the last reply, which stops the guest, and the checkpoint's number.
     begun: Instant,
     number: u64,
-    /// The part without which there are no more.
-    lost: Option<Lost>,
 }
 
 impl CheckpointSink for Taker<'_> {
@@ -293,14 +287,9 @@ impl CheckpointSink for Taker<'_> {
     }
 
     fn mark(&mut self, number: u64) -> Result<(), Error> {
-        let lost = &mut self.lost;
-        let mut failed = |part, error| {
-            *lost = Some(part);
-            Error::Guest(error)
-        };
-        self.cards.mark(number).map_err(|error| failed(Lost::Card, Box::new(error)))?;
+        self.cards.mark(number).map_err(|error| Error::Guest(Box::new(error)))?;
         let cut = self.way.disks.iter().try_for_each(|disk| disk.cut());
-        cut.map_err(|error| failed(Lost::Disk, error.into()))?;
+        cut.map_err(|error| Error::Guest(error.into()))?;
         self.way.queue.marked();
         Ok(())
     }

@@ -78,16 +78,10 @@ pub(super) enum FromFerry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Lost {
-    /// The guest's QEMU.
-    Guest,
+    /// The guest's QEMU, a card, the copy of a disk, or a checkpoint that cannot be used.
+    Here,
     /// The other host, or the way to it.
     Standby,
-    /// A card of the guest.
-    Card,
-    /// The copy of a disk.
-    Disk,
-    /// A checkpoint that cannot be used, of a guest that lives.
-    Checkpoint,
 }
 
 /// One end of the socket pair, which receives messages of this kind.

@@ -72,6 +72,8 @@ enum Rule {
     NoReleaseOnceDeciding,
     /// A guest that was shut down is not left to the standby.
     ShutdownIsNoDeath,
+    /// A part may be missed because the guest was shut down.
+    LossMayBeShutdown,
     /// The ferry keeps the way open while the keeper decides what has ended.
     KeepsWayOpen,
     /// The standby is released only if the guest's QEMU lives.
@@ -118,7 +120,7 @@ const OUTPUT: &str = "output has left after checkpoint 1, from which the standby
 const LOST: &str = "the guest is lost";
 const SHUT_DOWN: &str = "a guest that was shut down runs at the other host";
 
-const NEEDS: [Need; 23] = [
+const NEEDS: [Need; 24] = [
     Need::new(Rule::HoldsFirst, 1, OUTPUT),
     Need::new(Rule::MarksWhileStopped, 1, OUTPUT),
     Need::new(Rule::ReleasesAcknowledged, 1, OUTPUT),
@@ -137,6 +139,7 @@ const NEEDS: [Need; 23] = [
     Need::new(Rule::ClaimsAreIdempotent, 2, LOST),
     Need::new(Rule::NoReleaseOnceDeciding, 1, OUTPUT),
     Need::new(Rule::ShutdownIsNoDeath, 1, SHUT_DOWN),
+    Need::new(Rule::LossMayBeShutdown, 1, SHUT_DOWN),
     Need::new(Rule::KeepsWayOpen, 1, SHUT_DOWN),
     Need::new(Rule::ReleasesForLivingGuest, 2, LOST),
     Need::new(Rule::KeeperClaimsForLivingGuest, 2, LOST),

@@ -36,6 +36,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for the other host's word that it does not take the guest over; of a guest that may stand.
 const RELEASED_WITHIN: [Duration; 2] = [Duration::from_secs(2), Duration::from_millis(100)];
+/// QEMU's event of a guest that was shut down, and of `quit`.
+const SHUTDOWN: &str = "SHUTDOWN";
 /// Time for a QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -53,17 +55,13 @@ enum Ending {
     Cancelled,
     GuestEnded,
     Died,
-    /// The standby lives, as far as is known, or not.
-    Lost {
-        is_standby: bool,
-        reason: String,
-    },
+    Lost { lost: Lost, reason: String },
 }
 
 impl Ending {
     /// The loss of a part of this host.
     fn here(reason: &str) -> Self {
-        Self::Lost { is_standby: false, reason: reason.to_owned() }
+        Self::Lost { lost: Lost::Here, reason: reason.to_owned() }
     }
 }
 
@@ -151,15 +149,18 @@ impl<'a, 'k> Attempt<'a, 'k> {
                 // Not for a guest that has just died.
                 let is_there = self.qemu.status().is_ok();
                 self.may_be_taken = !(is_there && self.host.release_standby(RELEASED_WITHIN[0]));
-                match self.lose(true, "the other host has not confirmed the end".into())? {
+                match self.lose(Lost::Standby, "the other host has not confirmed the end".into())? {
                     AttemptEnd::Lost { .. } => Ok(AttemptEnd::Done(ProtectEnd::Cancelled)),
                     end => Ok(end),
                 }
             }
-            Ok(Ending::Lost { is_standby, reason }) => self.lose(is_standby, reason),
-            Err(error) if self.may_be_taken => self.lose(false, error.to_string()),
+            Ok(Ending::Lost { lost, reason }) => self.lose(lost, reason),
+            Err(error) if self.may_be_taken => self.lose(Lost::Here, error.to_string()),
             // Never protected: it runs on, and its output goes.
-            Err(error) => self.lose(true, String::new()).and(Err(error)),
+            Err(error) => match self.lose(Lost::Standby, String::new())? {
+                AttemptEnd::Lost { .. } => Err(error),
+                end => Ok(end),
+            },
         }
     }
 
@@ -190,7 +191,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
                             self.has_checkpoint();
                             report.acknowledged(latency_us);
                         }
-                        FromFerry::Ended { lost, reason } => return Ok(self.ferry_has_ended(lost, reason)),
+                        FromFerry::Ended { lost, reason } => return Ok(Ending::Lost { lost, reason }),
                         _ => return Err(out_of_turn()),
                     }
                 }
@@ -207,7 +208,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             if is_stuck || heard.elapsed() > silence_max {
                 return Ok(Ending::here("the process that takes checkpoints, or QEMU, hangs"));
             }
-            if let Some(ending) = self.read_events(Duration::ZERO)? {
+            if let Some(ending) = self.read_events()? {
                 return Ok(ending);
             }
         }
@@ -221,13 +222,12 @@ impl<'a, 'k> Attempt<'a, 'k> {
         }
     }
 
-    /// Reads the monitor's events for this time: of an end, or of each pause.
-    fn read_events(&mut self, within: Duration) -> Result<Option<Ending>, Error> {
-        let deadline = Instant::now() + within;
+    /// Reads the monitor's events so far: of an end, or of each pause.
+    fn read_events(&mut self) -> Result<Option<Ending>, Error> {
         loop {
-            match self.qemu.client().next_event(deadline.saturating_duration_since(Instant::now())) {
+            match self.qemu.client().next_event(Duration::ZERO) {
                 Ok(None) => return Ok(None),
-                Ok(Some(event)) if event.name == "SHUTDOWN" => return Ok(Some(Ending::GuestEnded)),
+                Ok(Some(event)) if event.name == SHUTDOWN => return Ok(Some(Ending::GuestEnded)),
                 Ok(Some(event)) => match self.mirrors.check_after(&event, &mut self.qemu) {
                     Err(error @ Error::DiskNotCopied { .. }) => {
                         return Ok(Some(Ending::here(&error.to_string())));
@@ -242,14 +242,9 @@ impl<'a, 'k> Attempt<'a, 'k> {
         }
     }
 
-    /// The ferry takes no more checkpoints. A guest that was shut down, and a QEMU that received `quit`, say so.
-    fn ferry_has_ended(&mut self, lost: Lost, reason: String) -> Ending {
-        if lost == Lost::Guest
-            && let Ok(Some(ending)) = self.read_events(ENDS_WITHIN)
-        {
-            return ending;
-        }
-        Ending::Lost { is_standby: lost == Lost::Standby, reason }
+    /// Returns true if the guest was shut down, or its QEMU has received `quit`: QEMU says so before it closes what another part could miss.
+    fn was_shut_down(&mut self) -> bool {
+        self.qemu.client().wait_event(|event| event.name == SHUTDOWN, Duration::ZERO).is_ok()
     }
 
     /// The guest was shut down. Its last output goes, unless the other host takes it for dead.
@@ -288,7 +283,10 @@ impl<'a, 'k> Attempt<'a, 'k> {
 
     /// Ends a protection: decides which host goes on if the standby may take the guest over, and has it run on here if it is ours.
     /// A standby that is not lost may give it up.
-    fn lose(mut self, is_standby: bool, reason: String) -> Result<AttemptEnd, Error> {
+    fn lose(mut self, lost: Lost, reason: String) -> Result<AttemptEnd, Error> {
+        if self.was_shut_down() {
+            return self.guest_has_ended();
+        }
         if self.is_protected {
             self.keeper.observer.losing();
         }
@@ -303,7 +301,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             let is_disconnected = self.qemu.client().check_connected().is_err();
             if self.qemu.has_exited(ENDS_WITHIN) || is_disconnected && self.qemu.process().kill(KILL_TIMEOUT)
             {
-                return self.died();
+                return if self.was_shut_down() { self.guest_has_ended() } else { self.died() };
             }
             self.keeper.observer.notice(&format!("the guest may be stopped: {error}; it is tried again"));
             if self.keeper.cancel.is_cancelled() {
@@ -312,7 +310,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             thread::sleep(STATUS_INTERVAL);
         }
         self.end_mirrors();
-        if self.may_be_taken && !is_standby {
+        if self.may_be_taken && lost == Lost::Here {
             self.may_be_taken = !self.host.release_standby(RELEASED_WITHIN[1]);
         }
         if self.may_be_taken && !self.keeper.decide(Stake::Guest)? {

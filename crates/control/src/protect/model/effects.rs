@@ -73,7 +73,7 @@ impl World {
             Step::FerryStarts => {
                 self.ferry.phase = FerryPhase::Takes;
                 if self.keeps(Rule::HoldsFirst) && !self.card.hold(generation) {
-                    self.ferry.phase = FerryPhase::Ended(Lost::Card);
+                    self.ferry.phase = FerryPhase::Ended(Lost::Here);
                     return;
                 }
                 (self.guest, self.epoch) = (Guest::Runs, 1);
@@ -144,8 +144,10 @@ impl World {
                 self.keeper.phase = Phase::EndsCheckpoints(why);
             }
             (Step::EndsCheckpoints, Phase::EndsCheckpoints(why)) => {
-                if self.has_exited() {
-                    return self.end(Why::Died);
+                match self.guest {
+                    Guest::ShutDown => return self.see(Why::ShutDown),
+                    Guest::Dead => return self.end(Why::Died),
+                    Guest::Runs | Guest::Stopped => {}
                 }
                 if self.keeps(Rule::RunsGuestOn) {
                     self.guest = Guest::Runs;
@@ -196,9 +198,13 @@ impl World {
 
     /// Asks the standby for its release, of a guest that lives or was shut down.
     pub(super) fn request_release(&mut self, why: Why) {
-        let looks = why != Why::ShutDown && self.has_exited() && self.keeps(Rule::ReleasesForLivingGuest);
-        if looks && (self.guest == Guest::ShutDown || self.keeps(Rule::ExitIsSeen)) {
-            return self.see(if self.guest == Guest::ShutDown { Why::ShutDown } else { Why::Died });
+        let looks = self.keeps(Rule::ReleasesForLivingGuest);
+        match self.guest {
+            Guest::ShutDown if why != Why::ShutDown && self.keeps(Rule::LossMayBeShutdown) => {
+                return self.see(Why::ShutDown);
+            }
+            Guest::Dead if looks && self.keeps(Rule::ExitIsSeen) => return self.see(Why::Died),
+            _ => {}
         }
         self.keeper.phase = KeeperPhase::Releases(why);
         (self.session.request, self.session.reply) = (self.session.is_open, None);

@@ -162,9 +162,8 @@ impl World {
         let works = takes || copies || ferry.phase == FerryPhase::Goes;
         let has_standby = !self.way.is_cut && self.standby().phase == StandbyPhase::Stands;
         add(works && !has_standby, Step::FerryLoses(Lost::Standby));
-        add(works && self.has_exited(), Step::FerryLoses(Lost::Guest));
         let misses_card = takes && !is_known || ferry.phase == FerryPhase::Goes && !card.is_alive;
-        add(misses_card, Step::FerryLoses(Lost::Card));
+        add(works && self.has_exited() || misses_card, Step::FerryLoses(Lost::Here));
         let has_ended = matches!(ferry.phase, FerryPhase::Copies | FerryPhase::Ended(_));
         add(has_ended && !self.keeper.is_alive(), Step::FerryExits);
     }
@@ -182,10 +181,14 @@ impl World {
                 add(!self.keeper.may_be_taken, Step::NotesGo);
                 add(self.guest == Guest::ShutDown, Step::Sees(Why::ShutDown));
                 add(self.guest == Guest::Dead, Step::Sees(Why::Died));
-                let here = matches!(self.ferry.phase, FerryPhase::Ended(Lost::Card) | FerryPhase::Gone);
-                let looks = self.keeps(Rule::ReleasesForLivingGuest);
+                let here = matches!(self.ferry.phase, FerryPhase::Ended(Lost::Here) | FerryPhase::Gone);
+                let is_seen = match self.guest {
+                    Guest::ShutDown => self.keeps(Rule::LossMayBeShutdown),
+                    Guest::Dead => self.keeps(Rule::ReleasesForLivingGuest),
+                    Guest::Runs | Guest::Stopped => false,
+                };
                 let is_slow = self.guest == Guest::Dead && !self.keeps(Rule::ExitIsSeen);
-                add(here && !(looks && self.has_exited()) || is_slow, Step::Sees(Why::Here));
+                add(here && !is_seen || is_slow, Step::Sees(Why::Here));
                 let standby = self.ferry.phase == FerryPhase::Ended(Lost::Standby);
                 add(standby, Step::Sees(Why::Standby));
             }

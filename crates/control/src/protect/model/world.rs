@@ -92,9 +92,8 @@ pub(super) enum FerryPhase {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Lost {
-    Guest,
+    Here,
     Standby,
-    Card,
 }
 
 /// The way from the ferry to the standby of this attempt, and what is on it; 0: nothing.
