@@ -93,8 +93,8 @@ mod tests {
         let wanted = [
             "a.md:1: \"nobody\": write no thread, no peer, none; or the passive: `is not read`",
             "a.md:3: \"anew\": write again, or the verb with re-: resend, rewrite",
-            "a.md:5: \"was told\": write received, was notified, was asked to",
-            "a.md:6: \"so many pages\": write the number: `count` pages",
+            "a.md:5: \"was told\": write receive, be notified, be reported",
+            "a.md:6: \"so many\": write the number: `count` pages; or the limit by its name",
         ];
         assert_eq!(faults(source), wanted);
         assert_eq!(faults_of(Path::new(VOCABULARY), source, |_| true), [""; 0]);

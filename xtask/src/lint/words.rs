@@ -1,73 +1,18 @@
 //! Refuses words of the old dialect in comments, strings and prose; docs/vocabulary.md has the terms to use.
 
 use std::path::Path;
+use std::sync::LazyLock;
 
 /// Files that have to spell the words.
 const EXEMPT: [&str; 2] = ["xtask/src/lint/words.rs", "xtask/src/lint/prose.rs"];
 
-/// Phrases, lower case, with the wording to use. A phrase matches whole words, in comments and strings.
-const PHRASES: &[(&str, &str)] = &[
-    ("whoever", "name the subject: the caller, the peer, the thread"),
-    ("whomever", "name the subject: the caller, the peer, the thread"),
-    ("nobody", "no thread, no peer, none; or the passive: `is not read`"),
-    ("somebody", "name the subject: another process, a waiter"),
-    ("anew", "again, or the verb with re-: resend, rewrite"),
-    ("so many bytes", "the number: `length` bytes"),
-    ("so many pages", "the number: `count` pages"),
-    ("so many packets", "the number: `count` packets"),
-    ("so many", "the number or the limit by its name"),
-    ("in vain", "without result, or the timeout that passed"),
-    ("oftener", "more often"),
-    ("everybody", "name the subject: all crates, all processes"),
-    ("shall", "must, will, or the plain present"),
-    ("beforehand", "before, ahead of"),
-    ("is told", "receives, is notified, is informed of"),
-    ("was told", "received, was notified, was asked to"),
-    ("be told", "receive, be notified, be reported"),
-    ("are told", "are reported, receive"),
-    ("is heard", "is received"),
-    ("not hear", "not learn of, not receive"),
-    ("hears", "receives, learns of"),
-    ("heard", "received"),
-    ("is none", "is not one; or name what is missing"),
-    ("are none", "there are no ...; or name what is missing"),
-    ("of no use", "unusable, ignored"),
-    ("comes to nothing", "fails"),
-    ("came to nothing", "failed"),
-    ("stands behind", "follows, backs"),
-    ("gives back", "returns, releases, completes"),
-    ("given back", "returned, released, completed"),
-    ("waits awake", "busy-polls"),
-    ("wait awake", "busy-poll"),
-    ("what it is not", "out of scope:"),
-    ("what this is not", "out of scope:"),
-    ("that is no", "that is not a"),
-    ("which is no", "which is not a"),
-    ("hand-over", "switchover (migration), restart (devices)"),
-    ("the standard says", "the specification requires"),
-    ("so-manieth", "one in `N`, the interval of"),
-    ("of there that", "of the items, by their name"),
-    ("came twice", "received twice"),
-    ("that came back", "used (chains), returned, received"),
-    ("what came of", "the result of"),
-    ("agreed upon", "negotiated"),
-    ("it is said", "reported, specified; name the source"),
-    ("sees to it", "ensures; or the verb itself"),
-    ("to be had", "available"),
-    ("exit code", "exit status"),
-    ("exit codes", "exit statuses"),
-    ("whose it is", "of its owner"),
-    ("goes on in", "continues in, resumes in"),
-    ("stands still", "is stopped (guest), is blocked (thread), stalls (stream)"),
-    ("stand still", "be stopped (guest), be blocked (thread), stall (stream)"),
-    ("stood still", "was stopped (guest), was blocked (thread), stalled (stream)"),
-    ("as ever", "as usual; or the case: copied, sent"),
-    ("of ours", "of this process, of towline"),
-    ("change hands", "are transferred; of locks: released and acquired"),
-    ("in the moment in", "at the moment at"),
-    ("handed on", "delivered, forwarded"),
-];
-/// Phrases that contain one of the above and are good English.
+/// Has the table of phrases, which match whole words, and the wording to use.
+const VOCABULARY: &str = include_str!("../../../docs/vocabulary.md");
+/// Heading of that table.
+const REFUSED: &str = "## Refused\n";
+/// The phrases of the table.
+static PHRASES: LazyLock<Vec<(&str, &str)>> = LazyLock::new(phrases);
+/// Phrases that contain one of those and are good English.
 const ALLOWED: &[&str] =
     &["that is not", "which is not", "that is now", "which is now", "there is none", "there are none"];
 /// First words that a documentation comment must not have.
@@ -156,6 +101,17 @@ pub(super) fn phrase(text: &str) -> Option<(&'static str, &'static str)> {
     PHRASES.iter().find(|(phrase, _)| text.contains(&format!(" {phrase} "))).copied()
 }
 
+/// The phrases of the table, each with the wording to use.
+fn phrases() -> Vec<(&'static str, &'static str)> {
+    let (_, table) = VOCABULARY.split_once(REFUSED).expect("the vocabulary has it");
+    let rows =
+        table.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |")?.split_once(" | "));
+    // After the heads of the columns.
+    rows.skip(1)
+        .flat_map(|(phrases, instead)| phrases.split(", ").map(move |phrase| (phrase, instead)))
+        .collect()
+}
+
 /// The first word of a documentation comment, if it is one to be replaced.
 fn head(text: &str) -> Option<(&'static str, &'static str)> {
     let first = text.split_whitespace().next()?;
@@ -177,7 +133,7 @@ mod tests {
         let wanted = [
             "a.rs:1: \"nobody\": write no thread, no peer, none; or the passive: `is not read`",
             "a.rs:2: \"anew\": write again, or the verb with re-: resend, rewrite",
-            "a.rs:4: \"was told\": write received, was notified, was asked to",
+            "a.rs:4: \"was told\": write receive, be notified, be reported",
         ];
         assert_eq!(faults(source), wanted);
     }
