@@ -21,6 +21,9 @@ lab() {
 # crate NAME CARGO-OPTION... -- FILTER...: tests of a crate.
 crate() { "$cargo" test --package "towline-$1" "${@:2}" --nocapture --include-ignored; }
 
+# fuzz INPUTS TARGET...: inputs of every length from the beginning, as the interesting ones of a whole device are long.
+fuzz() { "$cargo" xtask fuzz --seconds 3600 "${@:2}" -- "-runs=$1" -len_control=0; }
+
 case ${1-} in
 #: rss: memory that towline takes to save and restore a guest of 4 GiB
 rss) lab matrix footprint::a_copy_takes_little_memory TOWLINE_SOAK_RSS_MIB=4096 ;;
@@ -172,7 +175,10 @@ image-crashes)
   crate image --features store --lib -- --exact crash_tests::crashes_of_writers_after_crashes
   ;;
 #: vhost-fuzz: 10 million rings and messages of hostile guests and frontends, and 200,000 conversations
-vhost-fuzz) "$cargo" xtask fuzz vhost_ring=10000000 vhost_message=10000000 vhost_session=200000 ;;
+vhost-fuzz)
+  fuzz 10000000 vhost_ring vhost_message
+  fuzz 200000 vhost_session
+  ;;
 #: net-device: an hour of hostile guests and frontends against a network card (TOWLINE_SECONDS, TOWLINE_SEEDS, TOWLINE_FIRST_SEED)
 net-device)
   default TOWLINE_SECONDS=3600 TOWLINE_SEEDS=100000000
@@ -211,7 +217,10 @@ vsock)
   crate vsock --release --test simulation --
   ;;
 #: vsock-fuzz: 2 million inputs of hostile guests, clients and peers of two vsock devices
-vsock-fuzz) "$cargo" xtask fuzz vsock_device=2000000 vsock_packet=10000000 ;;
+vsock-fuzz)
+  fuzz 2000000 vsock_device
+  fuzz 10000000 vsock_packet
+  ;;
 #: vsock-neighbours: sixteen guests of one process, three of them hostile: what the others get (TOWLINE_SOAK_NEIGHBOURS: pairs of turns)
 vsock-neighbours)
   default TOWLINE_SOAK_NEIGHBOURS=20 TOWLINE_SOAK_NEIGHBOURS_MS=1000

@@ -68,11 +68,16 @@ enum Task {
     /// All of `test`, the tests that it leaves out, the features of each crate by themselves, and the long runs:
     /// a night.
     Nightly,
-    /// Short runs of all fuzz targets, or long ones of those named.
+    /// Runs of fuzz targets.
     Fuzz {
-        /// Targets and their numbers of inputs; without any, all of them for some seconds.
-        #[arg(value_name = "TARGET=INPUTS", value_parser = test::fuzz::LongRun::parse)]
-        runs: Vec<test::fuzz::LongRun>,
+        /// Targets; without any, all of them.
+        targets: Vec<String>,
+        /// Time for each, in seconds.
+        #[arg(long, default_value_t = test::fuzz::SECONDS)]
+        seconds: u64,
+        /// Options of libFuzzer, as -runs=1000000.
+        #[arg(last = true)]
+        options: Vec<String>,
     },
     /// Show a save, a damaged image, an instant restore and a live move of a Linux guest, with stock QEMU.
     Demo {
@@ -114,7 +119,7 @@ fn main() -> ExitCode {
         Task::Check => return test::check(),
         Task::Test => return test::run(Extent::Change),
         Task::Nightly => return test::run(Extent::Nightly),
-        Task::Fuzz { runs } => test::fuzz::task(&runs),
+        Task::Fuzz { targets, seconds, options } => test::fuzz::task(targets, seconds, &options),
         Task::Demo { part: None } => demo(),
         Task::Demo { part: Some(_) } => script("demo-protect.sh", []),
         Task::Pictures { drawn } => script("pictures.py", drawn.then_some("--drawn")),

@@ -64,7 +64,8 @@ pub(crate) fn run(extent: Extent) -> ExitCode {
             Some(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             None => compile_beside(),
         });
-        report.step("fuzz", |report| fuzz::run(&mut report.counts, extent));
+        let seconds = if extent == Extent::Nightly { 60 } else { fuzz::SECONDS };
+        report.step("fuzz", |report| fuzz::run(&mut report.counts, Vec::new(), seconds, &[]));
         if extent == Extent::Nightly {
             report.step("features", |_| publish::check_features());
             report.step("long runs", |_| script("soak.sh", ["nightly"]));

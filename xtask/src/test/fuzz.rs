@@ -7,63 +7,25 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
-use super::Extent;
 use super::counts::Counts;
 use super::process::in_threads;
 use crate::command::{cargo, packages, root, run as run_command, shown, target_directory};
 
+/// Time of a short run, in seconds.
+pub(crate) const SECONDS: u64 = 2;
 /// Time that a target may take beyond that: its last input may be slow.
 const GRACE: Duration = Duration::from_secs(60);
-
 /// Number of lines of a target's output in an error.
 const LINES_SHOWN: usize = 40;
-/// Time limit of a long run of a target.
-const LONG_SECONDS: u64 = 3600;
 
-/// A run of a target with a number of inputs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct LongRun {
-    target: String,
-    inputs: u64,
-}
-
-impl LongRun {
-    /// Parses `TARGET=INPUTS`.
-    pub(crate) fn parse(text: &str) -> Result<Self> {
-        let (target, inputs) = text.split_once('=').context("expected TARGET=INPUTS")?;
-        Ok(Self { target: target.to_owned(), inputs: inputs.parse()? })
-    }
-}
-
-/// Runs these, or short ones of all targets.
-pub(crate) fn task(long: &[LongRun]) -> Result<()> {
-    if long.is_empty() {
-        let mut counts = Counts::default();
-        run(&mut counts, Extent::Change)?;
-        println!("{counts}");
-        return Ok(());
-    }
-    let known = build_all()?;
-    for run in long {
-        ensure!(
-            known.contains(&run.target),
-            "no target {}, expected one of {}",
-            run.target,
-            known.join(", ")
-        );
-        // Inputs of every length from the beginning: the interesting ones of a whole device are long.
-        fuzz(&run.target, &[&format!("-runs={}", run.inputs), "-len_control=0"], LONG_SECONDS)?;
-    }
+/// Runs these targets, or all, for this time and with these options of libFuzzer.
+pub(crate) fn task(named: Vec<String>, seconds: u64, options: &[String]) -> Result<()> {
+    let mut counts = Counts::default();
+    run(&mut counts, named, seconds, options)?;
+    println!("{counts}");
     Ok(())
-}
-
-/// Builds them and returns their names.
-fn build_all() -> Result<Vec<String>> {
-    let names = targets()?;
-    run_command(&mut build(&names)).context("the fuzz targets do not build")?;
-    Ok(names)
 }
 
 /// Command that builds these targets, with the whole workspace's features, which the tests' build has too.
@@ -74,15 +36,12 @@ pub(crate) fn build(names: &[String]) -> Command {
     build
 }
 
-/// Builds and runs them, as many at once as there are processors; each is counted as a test.
-pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
-    let names = build_all()?;
-    let seconds = match extent {
-        Extent::Check | Extent::Change => 2,
-        Extent::Nightly => 60,
-    };
-    let (option, count) = (format!("-max_total_time={seconds}"), names.len());
-    let each = |name: String| match fuzz(&name, &[&option], seconds) {
+/// Builds and runs these targets, or all, as many at once as there are processors; each is counted as a test.
+pub(crate) fn run(counts: &mut Counts, named: Vec<String>, seconds: u64, options: &[String]) -> Result<()> {
+    let names = if named.is_empty() { targets()? } else { named };
+    run_command(&mut build(&names)).context("the fuzz targets do not build")?;
+    let count = names.len();
+    let each = |name: String| match fuzz(&name, seconds, options) {
         Ok(()) => None,
         Err(error) => {
             eprintln!("fuzz {name}: {error:#}");
@@ -98,8 +57,8 @@ pub(crate) fn run(counts: &mut Counts, extent: Extent) -> Result<()> {
     bail!("failed: {}; what failed lies in fuzz/artifacts", failed.join(", "));
 }
 
-/// Runs a target with these options, which end it within this time.
-fn fuzz(name: &str, options: &[&str], seconds: u64) -> Result<()> {
+/// Runs a target for this time at most.
+fn fuzz(name: &str, seconds: u64, options: &[String]) -> Result<()> {
     let directory = root().join("fuzz");
     let program = target_directory()?.join("debug").join(name);
     let artifacts = directory.join("artifacts").join(name);
@@ -111,7 +70,8 @@ fn fuzz(name: &str, options: &[&str], seconds: u64) -> Result<()> {
     let started = Instant::now();
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(within.to_string()).arg(program);
-    command.args(options).args(["-print_final_stats=1", "-rss_limit_mb=2048"]);
+    command.arg(format!("-max_total_time={seconds}")).args(["-print_final_stats=1", "-rss_limit_mb=2048"]);
+    command.args(options);
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(finds.path());
     command.args(kept.iter().filter(|kept| kept.is_dir())).current_dir(directory).stdin(Stdio::null());
     let output = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
