@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_qmp as qmp;
+use towline_qmp::{self as qmp, Event};
 
 use super::super::messages::{FromFerry, Lost, Received};
 use super::decision::Keeper;
@@ -36,8 +36,6 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for the other host's word that it does not take the guest over; of a guest that may stand.
 const RELEASED_WITHIN: [Duration; 2] = [Duration::from_secs(2), Duration::from_millis(100)];
-/// QEMU's event of a guest that was shut down, and of `quit`.
-const SHUTDOWN: &str = "SHUTDOWN";
 /// Time for a QEMU that is killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -82,6 +80,8 @@ pub(super) struct Attempt<'a, 'k> {
     may_be_taken: bool,
     /// It has had a checkpoint.
     is_protected: bool,
+    /// The guest was shut down, or its QEMU has received `quit`, and it was not reset since.
+    was_shut_down: bool,
     /// Emulation loses writes to the first pass of a guest that runs.
     is_emulated: bool,
     qemu: Qemu,
@@ -134,6 +134,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             directory: PrivateDir::for_qemu(&qemu)?,
             may_be_taken: false,
             is_protected: false,
+            was_shut_down: false,
             is_emulated,
             qemu,
         })
@@ -191,7 +192,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
                             self.has_checkpoint();
                             report.acknowledged(latency_us);
                         }
-                        FromFerry::Ended { lost, reason } => return Ok(Ending::Lost { lost, reason }),
+                        FromFerry::Ended { lost, reason } => return Ok(self.ferry_has_ended(lost, reason)),
                         _ => return Err(out_of_turn()),
                     }
                 }
@@ -208,7 +209,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
             if is_stuck || heard.elapsed() > silence_max {
                 return Ok(Ending::here("the process that takes checkpoints, or QEMU, hangs"));
             }
-            if let Some(ending) = self.read_events()? {
+            if let Some(ending) = self.read_events(Duration::ZERO)? {
                 return Ok(ending);
             }
         }
@@ -222,12 +223,26 @@ impl<'a, 'k> Attempt<'a, 'k> {
         }
     }
 
-    /// Reads the monitor's events so far: of an end, or of each pause.
-    fn read_events(&mut self) -> Result<Option<Ending>, Error> {
+    /// Reads the monitor's next event. QEMU says that it ends before it closes what another part could miss. A guest that was shut down
+    /// without the end of its QEMU runs again once it was reset.
+    fn next_event(&mut self, within: Duration) -> Result<Option<Event>, qmp::Error> {
+        let event = self.qemu.client().next_event(within)?;
+        match event.as_ref().map(|event| event.name.as_str()) {
+            Some("SHUTDOWN") => self.was_shut_down = true,
+            Some("RESET") => self.was_shut_down = false,
+            _ => {}
+        }
+        Ok(event)
+    }
+
+    /// Reads the monitor's events for this time: of an end, or of each pause.
+    fn read_events(&mut self, within: Duration) -> Result<Option<Ending>, Error> {
+        let deadline = Instant::now() + within;
         loop {
-            match self.qemu.client().next_event(Duration::ZERO) {
-                Ok(None) => return Ok(None),
-                Ok(Some(event)) if event.name == SHUTDOWN => return Ok(Some(Ending::GuestEnded)),
+            match self.next_event(deadline.saturating_duration_since(Instant::now())) {
+                Ok(None) => return Ok(self.was_shut_down.then_some(Ending::GuestEnded)),
+                // Its QEMU may reply to no query any more.
+                Ok(Some(_)) if self.was_shut_down => {}
                 Ok(Some(event)) => match self.mirrors.check_after(&event, &mut self.qemu) {
                     Err(error @ Error::DiskNotCopied { .. }) => {
                         return Ok(Some(Ending::here(&error.to_string())));
@@ -235,16 +250,27 @@ impl<'a, 'k> Attempt<'a, 'k> {
                     checked => checked?,
                 },
                 Err(error) if error.is_disconnected() && self.qemu.has_exited(ENDS_WITHIN) => {
-                    return Ok(Some(Ending::Died));
+                    return Ok(Some(if self.was_shut_down { Ending::GuestEnded } else { Ending::Died }));
                 }
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// Returns true if the guest was shut down, or its QEMU has received `quit`: QEMU says so before it closes what another part could miss.
-    fn was_shut_down(&mut self) -> bool {
-        self.qemu.client().wait_event(|event| event.name == SHUTDOWN, Duration::ZERO).is_ok()
+    /// The ferry takes no more checkpoints. If its QEMU ends, its monitor says so, which may be a proxy's.
+    fn ferry_has_ended(&mut self, lost: Lost, reason: String) -> Ending {
+        if lost == Lost::Here
+            && let Ok(Some(ending)) = self.read_events(ENDS_WITHIN)
+        {
+            return ending;
+        }
+        Ending::Lost { lost, reason }
+    }
+
+    /// Returns true if the guest has ended by all events so far.
+    fn has_ended(&mut self) -> bool {
+        while let Ok(Some(_)) = self.next_event(Duration::ZERO) {}
+        self.was_shut_down
     }
 
     /// The guest was shut down. Its last output goes, unless the other host takes it for dead.
@@ -284,7 +310,7 @@ impl<'a, 'k> Attempt<'a, 'k> {
     /// Ends a protection: decides which host goes on if the standby may take the guest over, and has it run on here if it is ours.
     /// A standby that is not lost may give it up.
     fn lose(mut self, lost: Lost, reason: String) -> Result<AttemptEnd, Error> {
-        if self.was_shut_down() {
+        if self.has_ended() {
             return self.guest_has_ended();
         }
         if self.is_protected {
@@ -298,10 +324,13 @@ impl<'a, 'k> Attempt<'a, 'k> {
         // Nothing is claimed or given up for a QEMU that does not reply: it may be about to die, and the standby has its guest. Before the
         // copy of its memory the guest may be stopped by its user.
         while let Some(Err(error)) = self.entry.is_some().then(|| self.qemu.end_checkpoints()) {
+            if self.has_ended() {
+                return self.guest_has_ended();
+            }
             let is_disconnected = self.qemu.client().check_connected().is_err();
             if self.qemu.has_exited(ENDS_WITHIN) || is_disconnected && self.qemu.process().kill(KILL_TIMEOUT)
             {
-                return if self.was_shut_down() { self.guest_has_ended() } else { self.died() };
+                return self.died();
             }
             self.keeper.observer.notice(&format!("the guest may be stopped: {error}; it is tried again"));
             if self.keeper.cancel.is_cancelled() {

@@ -145,8 +145,8 @@ impl World {
             }
             (Step::EndsCheckpoints, Phase::EndsCheckpoints(why)) => {
                 match self.guest {
-                    Guest::ShutDown => return self.see(Why::ShutDown),
-                    Guest::Dead => return self.end(Why::Died),
+                    Guest::ShutDown if why != Why::Repaired => return self.see(Why::ShutDown),
+                    Guest::ShutDown | Guest::Dead => return self.end(Why::Died),
                     Guest::Runs | Guest::Stopped => {}
                 }
                 if self.keeps(Rule::RunsGuestOn) {
