@@ -109,6 +109,7 @@ fn a_guest_that_sleeps_or_is_migrated_is_not_forked() {
     let execute = |command: &str, arguments: Value| saved.monitor("web").execute(command, arguments).unwrap();
     execute("migrate-set-parameters", json!({ "max-bandwidth": 4096 }));
     execute("migrate", json!({ "uri": format!("file:{}", saved.path("slow").display()) }));
+    saved.monitor("web").wait_migration("active", WITHIN).unwrap();
     refused("is being migrated (active)");
     execute("migrate_cancel", Value::Null);
     wait_until("the end of the migration", WITHIN, || {
