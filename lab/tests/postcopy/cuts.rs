@@ -4,7 +4,7 @@
 use std::os::unix::process::ExitStatusExt as _;
 use std::time::Duration;
 
-use libc::SIGSEGV;
+use libc::{SIGABRT, SIGSEGV};
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, Version, require_lab, wait_until};
 
@@ -12,6 +12,9 @@ use crate::support::{
     Scratch, WITHIN, assert_ended, completed, number, prove_alive, qmp, run, set_postcopy, small, start,
     store, wait_event, wait_running, waiting,
 };
+
+/// Signals of a QEMU that has crashed: no other process sends them.
+const CRASHES: [i32; 2] = [SIGABRT, SIGSEGV];
 
 /// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had
 /// everything already.
@@ -44,10 +47,12 @@ fn restore_with_cuts(image: &str, count: u64, options: &str, cuts: u64, random: 
         made += u64::from(cut(&destination));
     }
     let finished = towline.wait(WITHIN).unwrap();
-    if let Some(status) = destination.exited().unwrap().filter(|status| status.signal() == Some(SIGSEGV)) {
+    if let Some(status) = destination.exited().unwrap() {
         // Its own `migrate-pause` may do that: docs/testing.md.
         assert_ended(&finished, 3, &["its destination has ended"]);
-        println!("{status} of the destination's QEMU after {made} cuts");
+        let wrote = destination.stderr();
+        assert!(status.signal().is_some_and(|signal| CRASHES.contains(&signal)), "{status}: {wrote}");
+        println!("{status} of the destination's QEMU after {made} cuts: {wrote}");
         return 0;
     }
     let completed = completed(&finished);
