@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use towline_lab::LinuxGuest;
-use towline_lab::expect::{events, wait_event};
+use towline_lab::expect::events;
 
-use crate::support::{Hosts, MIB, Part, Side, WITHIN};
+use crate::support::{Hosts, MIB, Part, Side, WITHIN, set_option};
 
 /// Time for which each case is measured, and of a computation of the guest at the beginning and at the end.
 const MEASURED: Duration = Duration::from_secs(6);
@@ -94,11 +94,7 @@ fn the_cost_of_a_protection() {
         }
         let (before, mut passes) = (hosts.measure(with_requests), None);
         for epoch in EPOCHS {
-            let mut protecting = hosts.protect_by(|words| {
-                let at = words.iter().position(|word| word == "--epoch").unwrap();
-                words[at + 1] = epoch.to_owned();
-            });
-            wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+            let mut protecting = hosts.protected_by(|words| set_option(words, "--epoch", epoch));
             let pids = [Part::Keeper, Part::Ferry, Part::Agent].map(|part| hosts.part(part));
             let (used, began) = (processor_seconds(&pids), Instant::now());
             let measured = hosts.measure(with_requests);

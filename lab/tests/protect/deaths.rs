@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use towline_lab::expect::{assert_ended, events, number, wait_event};
+use towline_lab::expect::{assert_ended, events, number};
 use towline_lab::{signal, wait_until};
 
 use crate::protected::{GONE, Protected};
-use crate::support::{Hosts, Part, Side, WITHIN};
+use crate::support::{Hosts, Part, Side, WITHIN, set_option};
 use crate::{DIES_AFTER_MS, ends_well};
 
 /// Longest time without a reply after the death of a part of a guest that stays where it is.
@@ -221,11 +221,7 @@ fn a_guest_that_is_ended_stays_so_without_a_session() {
 fn a_guest_that_is_ended_after_a_loss_stays_so() {
     let Some(hosts) = Hosts::new("a_guest_that_is_ended_after_a_loss_stays_so") else { return };
     // The other host is to wait for the keeper.
-    let mut protecting = hosts.protect_by(|words| {
-        let at = words.iter().position(|word| word == "--peer-timeout").unwrap();
-        words[at + 1] = "60s".to_owned();
-    });
-    wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
+    let protecting = hosts.protected_by(|words| set_option(words, "--peer-timeout", "60s"));
     let keeper = hosts.part(Part::Keeper);
     signal(keeper, Signal::STOP);
     let qmp = hosts.source.qmp();

@@ -45,11 +45,10 @@ fn a_disk_without_room_there_leaves_the_guest_unprotected_and_running() {
     let mount = format!("mkdir {SMALL} && mount -t tmpfs -o size=16m tmpfs {SMALL}");
     let mounted = command_after(&hosts.there.prefix()).args(["sh", "-c", &mount]).status();
     assert!(mounted.unwrap().success());
-    let mut protecting = hosts.protect_by(|words| {
+    let mut protecting = hosts.protected_by(|words| {
         words.extend(["--set".to_owned(), format!("drive.disk0.file={SMALL}/disk.raw")]);
         words.extend(["--metrics", METRICS].map(str::to_owned));
     });
-    wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
     let before = metrics(&hosts);
     assert_eq!((before("protected"), before("losses_total")), (1.0, 0.0));
     let clients = hosts.clients();

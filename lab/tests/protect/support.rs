@@ -90,6 +90,12 @@ pub(crate) enum Part {
     Waiting,
 }
 
+/// Gives an option of a command another value.
+pub(crate) fn set_option(words: &mut [String], option: &str, value: &str) {
+    let at = words.iter().position(|word| word == option).unwrap();
+    value.clone_into(&mut words[at + 1]);
+}
+
 /// The picture of `main.rs`, with a guest that writes its memory.
 pub(crate) struct Hosts {
     pub(crate) source: Qemu,
@@ -157,11 +163,10 @@ impl Hosts {
 
     /// Starts to protect the guest.
     pub(crate) fn protect(&self) -> Towline {
-        self.protect_by(|_| {})
+        self.start_protecting(|_| {})
     }
 
-    /// The same, by words that are changed before.
-    pub(crate) fn protect_by(&self, change: impl FnOnce(&mut Vec<String>)) -> Towline {
+    fn start_protecting(&self, change: impl FnOnce(&mut Vec<String>)) -> Towline {
         let mut words = protect(&self.place, &qmp(&self.source), &self.there, Side::There);
         change(&mut words);
         self.run_here(&words.iter().map(String::as_str).collect::<Vec<_>>())
@@ -176,7 +181,12 @@ impl Hosts {
 
     /// Protects the guest, and waits until the other host has its first checkpoint.
     pub(crate) fn protected(&self) -> Towline {
-        let mut protecting = self.protect();
+        self.protected_by(|_| {})
+    }
+
+    /// The same, by words that are changed before.
+    pub(crate) fn protected_by(&self, change: impl FnOnce(&mut Vec<String>)) -> Towline {
+        let mut protecting = self.start_protecting(change);
         wait_event(&mut protecting, "the protection", WITHIN, |event| event["event"] == "protected");
         protecting
     }
