@@ -31,8 +31,8 @@ const BYTES_MAX: usize = 16 << 20;
 const PASSED_BYTES_MAX: usize = 96 << 10;
 /// Bytes before each of these frames: its pair and its length.
 const HEAD_BYTES: usize = 2 + 4;
-/// Time after which a party that has neither taken nor given frames is taken for ended.
-pub(crate) const LEASE: Duration = Duration::from_secs(3);
+/// Time after which a party that has neither taken nor given frames is taken for ended. A host that is busy may take 10 s.
+pub(crate) const LEASE: Duration = Duration::from_secs(12);
 /// Time for which frames of the tap wait for those of the other host, from the start of the rings on.
 const HOLD_MAX: Duration = Duration::from_secs(1);
 

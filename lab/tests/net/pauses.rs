@@ -19,7 +19,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::counting::{assert_clean, make_ext4};
-use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
+use towline_lab::expect::{assert_ended, completed, events, qmp, wait_event};
 use towline_lab::{
     Builder, Network, Qemu, SshHost, Sshd, Towline, Version, child, command_after, require_lab, signal,
     wait_until,
@@ -233,6 +233,29 @@ fn move_to_and_fro(test: &str, queues: usize) -> Option<Counts> {
 fn a_move_loses_no_frame() {
     let counts = move_to_and_fro("a_move_loses_no_frame", 1);
     assert!(counts.is_none_or(|counts| counts == Counts { lost: 0, twice: 0, late: 0 }));
+}
+
+/// The other host's card does not run for a while, as on a busy host, while the guest still runs here.
+#[test]
+fn a_move_whose_other_card_replies_late_loses_no_frame() {
+    const SILENCE: Duration = Duration::from_secs(4);
+    let test = "a_move_whose_other_card_replies_late_loses_no_frame";
+    let Some(Scene { hub, mut hosts, scratch, source }) = Scene::new(test, 1) else { return };
+    let traffic = Traffic::begin(&hub);
+    traffic.flows();
+    let destination = hosts[1].builder(&scratch).incoming_defer().start().unwrap();
+    let [here, there] = &hosts;
+    let mut moving = here.moves_with(&["--max-bandwidth", "8M"], &source, there, &destination);
+    wait_event(&mut moving, "the first pages", WITHIN, |event| event["phase"] == "transfer");
+    let card = there.card.as_ref().unwrap().pid();
+    signal(card, Signal::STOP);
+    thread::sleep(SILENCE);
+    let runs_here = !events(&moving.stdout()).iter().any(|event| event["phase"] == "switchover");
+    signal(card, Signal::CONT);
+    assert!(runs_here, "the guest was stopped too early: {}", moving.stdout());
+    completed(&moving.wait(WITHIN).unwrap());
+    assert_eq!(traffic.end(test), Counts { lost: 0, twice: 0, late: 0 });
+    drop(source);
 }
 
 /// Size of the disk; MiB of memory, and MiB that are written to memory and disk before the move.

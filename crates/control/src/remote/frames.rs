@@ -10,7 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -25,8 +25,9 @@ use crate::qemu::Qemu;
 
 /// Extension of a card's control socket.
 const CONTROL: &str = "qmp";
-/// Timeout of each step. What takes longer does not come in time.
-pub(super) const DEADLINE: Duration = Duration::from_secs(2);
+/// Longest wait for the other host to take frames, while the guest runs here, and afterwards, when what takes longer does not come in
+/// time. The cards expect the next message a little longer than the first.
+const GIVEN_WITHIN: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(2)];
 /// Longest wait for frames, while the guest runs here, and afterwards.
 const WAIT_MS: [u64; 2] = [250, 10];
 /// Time for which the network may still send here, after the guest has announced itself there.
@@ -83,6 +84,7 @@ impl Card {
             return None;
         }
         let mut client = cards::connect(&control).ok()?;
+        client.set_deadline(GIVEN_WITHIN[0]);
         let found = client.execute_raw("query-migration-version", None).ok()?;
         let chardev = chardev["label"].as_str()?.to_owned();
         (found["type"] == "net").then_some(Self { chardev, control, client })
@@ -98,8 +100,8 @@ impl Card {
     }
 }
 
-/// Gives frames to the other host.
-type Give<'a> = &'a mut (dyn FnMut(&GiveFrames) -> Result<Given, Error> + 'a);
+/// Gives frames to the other host, which has this time.
+type Give<'a> = &'a mut (dyn FnMut(&GiveFrames, Duration) -> Result<Given, Error> + 'a);
 
 /// Cards of a guest that goes to another host, whose frames are passed on.
 #[derive(Debug, Default)]
@@ -130,7 +132,7 @@ impl FramePassing {
     /// Moves the guest by `work`, and passes frames on by `give` meanwhile. `has_arrived` tells whether it is there.
     pub(super) fn during<T>(
         &mut self,
-        mut give: impl FnMut(&GiveFrames) -> Result<Given, Error> + Send,
+        mut give: impl FnMut(&GiveFrames, Duration) -> Result<Given, Error> + Send,
         work: impl FnOnce() -> T,
         has_arrived: impl FnOnce(&T) -> bool,
     ) -> T {
@@ -138,7 +140,10 @@ impl FramePassing {
         thread::scope(|scope| {
             // Owned by this thread: if that panics, the other one ends too.
             let end = end;
-            scope.spawn(move || self.pass(&mut give, &ended));
+            let pass = move || self.pass(&mut give, &ended);
+            if let Err(error) = Builder::new().spawn_scoped(scope, pass) {
+                tracing::warn!(%error, "frames of the guest are not passed on");
+            }
             let result = work();
             let _ = end.send(has_arrived(&result));
             result
@@ -180,7 +185,8 @@ impl DepartingCard {
         self.has_stopped = passed["stopped"] == true;
         let last = is_last && passed["frames"] == "";
         let request = GiveFrames { card: self.card.chardev.clone(), passed, last };
-        let Given { announced } = give(&request).map_err(|error| error.to_string())?;
+        let within = GIVEN_WITHIN[usize::from(self.has_stopped)];
+        let Given { announced } = give(&request, within).map_err(|error| error.to_string())?;
         if announced {
             self.announced.get_or_insert_with(Instant::now);
         }

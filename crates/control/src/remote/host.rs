@@ -17,7 +17,7 @@ use towline_qmp::{self as qmp, Client, Event};
 
 use super::disks::{DiskPolicy, DiskTokens};
 use super::error::{Error, SSH_FAILED};
-use super::frames::{self, FramePassing};
+use super::frames::{FramePassing, GiveFrames};
 use super::{
     DepartingGuest, Departure, ENDED, Ended, FRAMES, FRAMES_KEY, Fit, LISTENING, NOTICE, Place, Prepare,
     Receive, ReceiveDirect, SESSION, SESSION_KEY, SendImage, level,
@@ -397,9 +397,12 @@ impl RemoteHost {
         if frames.is_empty() {
             return work();
         }
-        // What takes longer does not come in time; a cancelled move has its own end.
-        self.set_patience(frames::DEADLINE);
-        let result = frames.during(|give| self.execute(give), work, has_arrived);
+        let give = |request: &GiveFrames, within| {
+            // A cancelled move has its own end.
+            self.set_patience(within);
+            self.execute(request)
+        };
+        let result = frames.during(give, work, has_arrived);
         self.client.set_deadline(REPLY_TIMEOUT);
         result
     }
