@@ -109,6 +109,11 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
+    /// The system has no room for another thread.
+    #[error(
+        "no thread can be started: {0}; raise the limit of processes (`ulimit -u`, `TasksMax=` of the unit, `pids.max` of the control group)"
+    )]
+    NoThread(std::io::Error),
     /// [`Cancel::cancel`](crate::Cancel::cancel) was called.
     #[error("cancelled")]
     Cancelled,

@@ -52,6 +52,7 @@
 //! is not a Rust program must do it itself before it uses `exec:` or a pipe.
 
 #![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod address;
 mod calls;

@@ -71,8 +71,7 @@ impl PendingHandshakes {
             oldest.cancel();
         }
         running.push_back(cancel.clone());
-        let (handshake, done, peer) =
-            (Arc::clone(&self.handshake), Arc::clone(&self.done), connection.peer().to_owned());
+        let (handshake, done) = (Arc::clone(&self.handshake), Arc::clone(&self.done));
         let work = move || {
             let opened = handshake(connection, Instant::now() + HANDSHAKE_TIMEOUT, &cancel);
             // Drop the result of a cancelled handshake.
@@ -81,7 +80,7 @@ impl PendingHandshakes {
             }
         };
         let thread = std::thread::Builder::new().name("handshake".to_owned());
-        thread.spawn(work).map(drop).map_err(|source| Error::io("start a handshake with", &peer, source))
+        thread.spawn(work).map(drop).map_err(Error::NoThread)
     }
 
     /// Takes the result of a completed handshake, successful or not.

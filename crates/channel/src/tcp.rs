@@ -308,7 +308,7 @@ fn resolve(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<Vec<SocketA
         let _ = answer.send(look_up(&name, port));
         raise(bell.as_fd());
     };
-    thread.spawn(work).map_err(|source| deadline.io(source))?;
+    thread.spawn(work).map_err(Error::NoThread)?;
     deadline.wait(done.as_fd(), PollFlags::IN)?;
     answers.recv().unwrap_or_else(|_| Err(nothing_found(host)))
 }

@@ -4,6 +4,8 @@
 //! guest needs attention (the message says where it is); 4 (`check` and `status`) could not tell; 5 to 8
 //! (`status`) the guest does not run.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
 mod agent;
 mod args;
 mod backend;

@@ -21,6 +21,7 @@
 //! and the memory between the two ends that a plan connects.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod arbiter;
 mod cards;

@@ -28,7 +28,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
-use std::thread::{self, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
@@ -443,7 +443,10 @@ impl Recorder<'_> {
         let sequence = mergeable(&self.record.entries, &keep.kept(&self.record.entries), keep)?;
         let (path, bytes) = (self.record.file(sequence)?, self.record.allocated_with_bases(sequence));
         let cancel = self.cancel.clone();
-        Some(Merge { sequence, thread: thread::spawn(move || merge(&path, bytes, &cancel, &Logged)) })
+        let merge = move || merge(&path, bytes, &cancel, &Logged);
+        // Without a thread it is begun after the next image.
+        let started = Builder::new().spawn(merge).inspect_err(|error| tracing::warn!(%error, "no merge"));
+        Some(Merge { sequence, thread: started.ok()? })
     }
 }
 

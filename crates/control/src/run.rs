@@ -25,10 +25,10 @@ use std::num::NonZero;
 use std::panic::resume_unwind;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, OnceLock};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::Instant;
 
-use towline_channel::Cancel;
+use towline_channel::{Cancel, Error as ChannelError};
 use towline_launch::{CreatedDisk, GuestDirectory, HostArguments, IncomingOption, Launcher, QemuVersion};
 
 use crate::lock::lock;
@@ -86,11 +86,13 @@ pub fn prepare<'a>(options: &'a RunOptions, context: PrepareContext<'_>) -> Resu
     let (image, version) = thread::scope(|scope| {
         // The binary runs for its version while a store is waited for.
         let of_binary = || QemuVersion::of_binary(&options.host);
-        let version = (options.memory.is_mapped() && is_given).then(|| scope.spawn(of_binary));
+        let version =
+            (options.memory.is_mapped() && is_given).then(|| Builder::new().spawn_scoped(scope, of_binary));
         let image = RunImage::open(options, context);
-        (image, version.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))))
-    });
-    let image = image?;
+        let version = version.transpose().map_err(ChannelError::NoThread)?;
+        let version = version.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        image.map(|image| (image, version))
+    })?;
     let host = image.host(&options.host);
     let version = version.or_else(|| image.version(&host));
     let planned = guests::plan(options, &image, &host, version.transpose()?)?;
@@ -141,10 +143,9 @@ impl Prepared<'_> {
         let threads = thread::available_parallelism().map_or(1, NonZero::get).min(count);
         thread::scope(|scope| {
             // This thread is one of them.
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
-            let prepared = scope.spawn(|| image.prepare());
+            let prepare = || image.prepare();
+            let prepared = Builder::new().spawn_scoped(scope, prepare).map_err(ChannelError::NoThread)?;
+            (1..threads).for_each(|_| drop(Builder::new().spawn_scoped(scope, work)));
             work();
             prepared.join().unwrap_or_else(|panic| resume_unwind(panic))
         })?;

@@ -24,6 +24,7 @@
 //! Out of scope: QMP. Threads are only started to hash and to access stores. Limits: Linux.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod atomic_file;
 mod base_image;

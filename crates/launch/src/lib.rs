@@ -18,6 +18,7 @@
 //! Out of scope: commands to the QEMU that was started. Linux only; `unsafe` only in `sys`.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod command_line;
 mod confinement;

@@ -1,7 +1,8 @@
 //! A thread that tells the peer every second that this process is at work.
 
+use std::io;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crate::Result;
@@ -25,7 +26,10 @@ pub struct Heartbeat {
 impl Heartbeat {
     /// Calls `send` every [`HEARTBEAT_INTERVAL`]. No other thread may send on that connection until this is
     /// dropped, unless `send` takes turns with it.
-    pub fn start(mut send: impl FnMut() -> Result<()> + Send + 'static) -> Self {
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn start(mut send: impl FnMut() -> Result<()> + Send + 'static) -> io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let beat = move || {
             while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(HEARTBEAT_INTERVAL) {
@@ -35,7 +39,7 @@ impl Heartbeat {
                 }
             }
         };
-        Self { stop: Some(stop), thread: Some(thread::spawn(beat)) }
+        Ok(Self { stop: Some(stop), thread: Some(Builder::new().spawn(beat)?) })
     }
 }
 

@@ -20,7 +20,7 @@ mod wait;
 
 use std::net::Shutdown;
 use std::sync::{Arc, OnceLock};
-use std::thread;
+use std::thread::{self, Builder};
 
 use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
 use towline_protocol::PeerIncompatible;
@@ -128,7 +128,10 @@ impl Incoming {
             let _guard = self.session.guard();
             for (index, channel) in connections.lanes.iter().enumerate() {
                 let shared = &shared;
-                scope.spawn(move || lane::run(index, channel.as_ref(), shared));
+                let run = move || lane::run(index, channel.as_ref(), shared);
+                if let Err(error) = Builder::new().spawn_scoped(scope, run) {
+                    self.session.fail(ChannelError::NoThread(error).into());
+                }
             }
             let received = main.receive(begin);
             match received {

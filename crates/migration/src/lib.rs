@@ -27,6 +27,7 @@
 //! ([`postcopy`]), live ones in passes; one target page size (4 KiB).
 
 #![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod buffer;
 pub mod checkpoints;

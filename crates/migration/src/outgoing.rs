@@ -20,7 +20,6 @@ mod return_path;
 mod sends;
 
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_protocol::PageRef;
@@ -40,7 +39,7 @@ pub use towline_channel::ZeroCopySend;
 use crate::convergence::{ConvergencePolicy, Limits, MinWindow, Observation, PassDecision};
 use crate::limiter::Limiter;
 use crate::lock::lock;
-use crate::{Compression, Error, Guest, Result, Session, Statistics};
+use crate::{Compression, Error, Guest, Result, Session, Statistics, parallel};
 use pass::Pass;
 pub(crate) use pass::{Position, UNIT_BYTES};
 pub(crate) use records::RecordSender;
@@ -201,7 +200,7 @@ impl Outgoing {
         lock(&shared.main).begin(shared.guest.configuration(), self.options.return_path)?;
         let channel = Arc::clone(&connections.main);
         let start = || ReturnPath::start(channel, Arc::clone(&self.session), Forwarding::Disabled);
-        Ok(self.options.return_path.then(start))
+        self.options.return_path.then(start).transpose()
     }
 
     /// The lanes' init packets and START.
@@ -269,16 +268,14 @@ impl Outgoing {
             }
             return lock(&shared.main).flush();
         }
-        thread::scope(|scope| {
-            for (index, lane) in lanes.iter_mut().enumerate() {
-                scope.spawn(move || {
-                    let _guard = shared.session.guard();
-                    if let Err(error) = send_units(shared, lane, pass) {
-                        shared.session.fail(Error::lane(index)(error));
-                    }
-                });
-            }
-        });
+        let lanes: Vec<_> = lanes.iter_mut().enumerate().map(Mutex::new).collect();
+        let send = |lane: &Mutex<(usize, &mut LaneWriter)>| {
+            let _guard = shared.session.guard();
+            let (index, lane) = &mut *lock(lane);
+            send_units(shared, lane, pass).map_err(|error| shared.session.fail(Error::lane(*index)(error)))
+        };
+        // Of its errors the session has the first.
+        let _ = parallel::for_each(&lanes, lanes.len(), || &send);
         shared.session.check()?;
         lock(&shared.main).barrier()
     }

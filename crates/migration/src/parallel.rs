@@ -3,12 +3,12 @@
 use std::panic::resume_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::thread::{self, Builder};
 
 use crate::lock::lock;
 
-/// Does the work for each item, by `threads` threads that take one after the other, of which the caller's is one; `worker` returns the work of
-/// one thread. Returns the results in the order of the items.
+/// Does the work for each item, by at most `threads` threads that take one after the other, of which the caller's is one; `worker` returns the
+/// work of one thread. Returns the results in the order of the items.
 ///
 /// # Errors
 /// The first one, after which no thread takes another item.
@@ -33,7 +33,10 @@ pub fn for_each<'a, I: Sync, T: Send, E: Send, W: FnMut(&'a I) -> Result<T, E>>(
         done
     };
     let mut done = thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.min(items.len())).map(|_| scope.spawn(work)).collect();
+        // A host that has no room for another thread does the work with fewer.
+        let others =
+            (1..threads.min(items.len())).map_while(|_| Builder::new().spawn_scoped(scope, work).ok());
+        let others: Vec<_> = others.collect();
         let mut done = work();
         for other in others {
             done.extend(other.join().unwrap_or_else(|panic| resume_unwind(panic)));

@@ -160,7 +160,7 @@ impl<'g> Postcopy<'g> {
         if let Some(block) = present::first(self.guest.0) {
             return Err(Error::PresentInPostcopy { block: block.name.clone() });
         }
-        let mut connection = self.connect(session, link);
+        let mut connection = self.connect(session, link)?;
         let mut writer = self.writer(&link.main);
         let advised = Setup::advise(self.guest.0.configuration(), &self.blocks, writer.pending());
         writer.flush()?;
@@ -198,7 +198,7 @@ impl<'g> Postcopy<'g> {
     }
 
     fn try_recover<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Running<'p>> {
-        let mut connection = self.connect(session, link);
+        let mut connection = self.connect(session, link)?;
         connection.had_loaded = true;
         let mut writer = self.writer(&link.main);
         let timeout = self.options.answer_timeout;
@@ -221,9 +221,13 @@ impl<'g> Postcopy<'g> {
         Ok(Running { connection, writer, serving, broken: None })
     }
 
-    fn connect<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> PostcopyConnection<'p> {
-        let inbox = Inbox::listen(&link.main, session, &self.blocks);
-        PostcopyConnection { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
+    fn connect<'p>(
+        &'p self,
+        session: &Arc<Session>,
+        link: &PostcopyChannels<'_>,
+    ) -> Result<PostcopyConnection<'p>> {
+        let (session, inbox) = (Arc::clone(session), Inbox::listen(&link.main, session, &self.blocks)?);
+        Ok(PostcopyConnection { of: self, session, inbox, preempt: None, had_loaded: false })
     }
 
     fn writer(&self, channel: &Arc<dyn Channel>) -> RecordSender {

@@ -54,28 +54,17 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// A relay to a destination that is connected, of lanes that are not compressed. `session` is that of the
-    /// incoming migration.
-    pub fn new(session: Arc<Session>, connections: Connections) -> Self {
-        let made = Self::with_options(session, connections, LaneOptions::default());
-        made.expect("nothing can fail but a compressor, or zero-copy where it must be")
-    }
-
-    /// As [`Self::new`], with lanes that are compressed or must send without a copy.
+    /// A relay to a destination that is connected. `session` is that of the incoming migration.
     ///
     /// # Errors
-    /// [`Error::Compressor`]: out of memory. [`Error::NoZeroCopy`].
-    pub fn with_options(
-        session: Arc<Session>,
-        connections: Connections,
-        options: LaneOptions,
-    ) -> Result<Self> {
+    /// [`Error::Compressor`]: out of memory. [`Error::NoZeroCopy`]. No thread can be started.
+    pub fn new(session: Arc<Session>, connections: Connections, options: LaneOptions) -> Result<Self> {
         check_zero_copy(options.zero_copy_send, options.compression, &connections.lanes)?;
         let statistics = Arc::new(Statistics::default());
         connections.watch(&session, &statistics);
         let lanes = connections.lane_writers(&statistics, options)?;
         let forwarding = Forwarding::Buffered(Vec::new());
-        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), forwarding);
+        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), forwarding)?;
         Ok(Self {
             main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&statistics))),
             lanes: lanes.into_iter().map(Mutex::new).collect(),

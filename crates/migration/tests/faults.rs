@@ -4,12 +4,15 @@
 
 mod common;
 
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use common::*;
+use fastrand::Rng;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use towline_channel::fault::Direction;
 use towline_migration::{ChannelId, Error, Memory, Outgoing, Session, Statistics, outgoing};
 use towline_protocol::multifd::INIT_BYTES;
@@ -37,6 +40,36 @@ fn check(outcome: &Outcome, faults: &[Fault], guest: &Memory, sink: &Memory, wri
             false
         }
     }
+}
+
+/// Set in the process that has no room for another thread once its guest was stopped.
+const NO_THREADS: &str = "TOWLINE_TEST_NO_THREADS";
+
+#[test]
+fn a_guest_that_was_stopped_arrives_although_no_thread_can_be_started() {
+    const NAME: &str = "a_guest_that_was_stopped_arrives_although_no_thread_can_be_started";
+    if std::env::var_os(NO_THREADS).is_none() {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let output = command.args(["--exact", NAME, "--nocapture"]).env(NO_THREADS, "1").output().unwrap();
+        return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let stop = || {
+        let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
+        // Less than a stack.
+        let current = Some(pages * rustix::param::page_size() as u64 + (1 << 20));
+        setrlimit(Resource::As, Rlimit { current, ..getrlimit(Resource::As) }).unwrap();
+        // Threads that have ended have left their stacks to the next ones.
+        while thread::Builder::new().spawn(thread::park).is_ok() {}
+        Ok(())
+    };
+    let guest = Memory::new(configuration(MACHINES[0]), &blocks(&BLOCKS)).unwrap();
+    let guest = Arc::new(guest.with_hooks(stop, || panic!("it arrives")));
+    fill(&guest, &mut Rng::with_seed(1));
+    guest.set_device_state(device_state(1));
+    let sink = empty(MACHINES[0], &BLOCKS);
+    migrate(link(Kind::Unix, 3), &guest, &sink).expect_success();
+    assert_eq!(difference(&guest, &sink), None);
 }
 
 fn lane_of(result: &Result<(), Error>) -> Option<usize> {

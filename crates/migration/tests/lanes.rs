@@ -183,7 +183,7 @@ fn a_relays_lane_that_fails_while_all_are_blocked() {
             thread::spawn(move || {
                 let session = Arc::<Session>::default();
                 let options = outgoing::LaneOptions { zero_copy_send: asked, ..Default::default() };
-                let relay = Relay::with_options(Arc::clone(&session), to, options).unwrap();
+                let relay = Relay::new(Arc::clone(&session), to, options).unwrap();
                 let (result, _) = receive(arriving, &relay, &session, Compression::None);
                 tell.send((true, result)).unwrap();
             });

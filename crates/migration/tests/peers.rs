@@ -307,7 +307,8 @@ fn a_relay_refuses_pages_in_the_first_section() {
     let session = Arc::<Session>::default();
     let connections =
         outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };
-    let relay = Arc::new(Relay::new(Arc::clone(&session), connections));
+    let relay =
+        Arc::new(Relay::new(Arc::clone(&session), connections, outgoing::LaneOptions::default()).unwrap());
     let error = receive(Box::new(main), Vec::new(), relay, &session).unwrap_err();
     assert!(error.to_string().contains("pages before the first PART section"), "{error}");
 }
@@ -324,7 +325,8 @@ fn a_relay_with_fewer_lanes_is_reported() {
     let session = Arc::<Session>::default();
     let connections =
         outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };
-    let relay = Arc::new(Relay::new(Arc::clone(&session), connections));
+    let relay =
+        Arc::new(Relay::new(Arc::clone(&session), connections, outgoing::LaneOptions::default()).unwrap());
     let error = receive(Box::new(main), vec![arriving], relay, &session).unwrap_err();
     let is_right = |error: &Error| matches!(error, Error::LaneTooMany { id: 0, expected: 0 });
     assert!(matches!(&error, Error::Lane { source, .. } if is_right(source)), "{error}");

@@ -377,7 +377,8 @@ fn a_relay_leaves_out_what_its_destination_reports() {
             .based_on(Arc::clone(&image).base(reported, BasePresence::Proven));
         let (first, second) = (link(Kind::Unix, 0), link(Kind::Unix, 0));
         let session = Arc::<Session>::default();
-        let relay = Relay::new(Arc::clone(&session), second.source);
+        let relay =
+            Relay::new(Arc::clone(&session), second.source, outgoing::LaneOptions::default()).unwrap();
         let here = SinkWithPresentBlocks::new(&relay, [""; 0])
             .based_on(Arc::clone(&image).base(&names, BasePresence::IfReported));
         let (to, last) = (first.destination, second.destination);
@@ -449,7 +450,8 @@ fn a_relay_forwards_all_but_present_blocks() {
         let recording = Recording::new(MACHINES[0]);
         let (first, second) = (link(Kind::Unix, lanes), link(Kind::Unix, lanes));
         let session = Arc::<Session>::default();
-        let relay = Relay::new(Arc::clone(&session), second.source);
+        let relay =
+            Relay::new(Arc::clone(&session), second.source, outgoing::LaneOptions::default()).unwrap();
         let sink = SinkWithPresentBlocks::new(&relay, ["pc.ram"]);
         let (to, last) = (first.destination, second.destination);
         thread::scope(|scope| {

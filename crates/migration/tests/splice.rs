@@ -9,7 +9,7 @@ use std::thread;
 
 use common::*;
 use towline_channel::{ChannelExt, IoBuf, SendFlags};
-use towline_migration::{ChannelId, Compression, Error, Memory, Pages, Relay, Session, Sink};
+use towline_migration::{ChannelId, Compression, Error, Memory, Pages, Relay, Session, Sink, outgoing};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::source::{RamOptions, Setup};
@@ -167,7 +167,7 @@ fn a_record_outside_of_its_block_ends_the_migration_before_it_is_spliced() {
             thread::spawn(move || receive(next.destination, &*sink, &Arc::default(), Compression::None).0)
         };
         let session = Arc::<Session>::default();
-        let relay = Relay::new(Arc::clone(&session), next.source);
+        let relay = Relay::new(Arc::clone(&session), next.source, outgoing::LaneOptions::default()).unwrap();
         let (result, statistics) = receive(destination, &relay, &session, Compression::None);
         drop(relay);
         let error = result.unwrap_err();

@@ -20,6 +20,8 @@
 //! the available ring, so a process that dies loses frames in flight and no descriptor: its successor
 //! continues at the used index. See `docs/net.md`.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
 mod chains;
 mod device;
 mod features;

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::{self, JoinHandle};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
@@ -114,11 +114,9 @@ impl Server {
         }
         let (clients, threads) = (Mutex::default(), Mutex::default());
         let shared = Arc::new(Shared { commands, stop, clients, threads });
-        let acceptor = thread::spawn({
-            let shared = Arc::clone(&shared);
-            move || shared.accept(&listener)
-        });
-        Ok(Self { shared, acceptor: Some(acceptor) })
+        let accepting = Arc::clone(&shared);
+        let acceptor = Builder::new().spawn(move || accepting.accept(&listener));
+        Ok(Self { shared, acceptor: Some(acceptor.map_err(towline_channel::Error::NoThread)?) })
     }
 
     /// A handle that sends events to the clients; it may outlive the server.
@@ -202,18 +200,32 @@ impl Shared {
             answering: Mutex::default(),
         });
         lock(&self.clients).push(Arc::clone(&client));
-        let shared = Arc::clone(self);
+        let (shared, served) = (Arc::clone(self), Arc::clone(&client));
+        let serve = move || {
+            thread::scope(|scope| {
+                let writes = &served;
+                let write = move || writes.write(&messages);
+                match Builder::new().spawn_scoped(scope, write) {
+                    Ok(_) => served.read(&shared),
+                    Err(error) => tracing::warn!(%error, "control socket: a client"),
+                }
+                served.finish();
+            });
+            shared.forget(&served);
+        };
         let mut threads = lock(&self.threads);
         threads.retain(|thread| !thread.is_finished());
-        threads.push(thread::spawn(move || {
-            thread::scope(|scope| {
-                let writes = &client;
-                scope.spawn(move || writes.write(&messages));
-                client.read(&shared);
-                client.finish();
-            });
-            lock(&shared.clients).retain(|other| !Arc::ptr_eq(other, &client));
-        }));
+        match Builder::new().spawn(serve) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                tracing::warn!(%error, "control socket: a client");
+                self.forget(&client);
+            }
+        }
+    }
+
+    fn forget(&self, client: &Arc<ConnectedClient>) {
+        lock(&self.clients).retain(|other| !Arc::ptr_eq(other, client));
     }
 }
 

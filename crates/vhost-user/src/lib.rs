@@ -18,6 +18,7 @@
 //! documentation is `docs/vhost-user.md`.
 
 #![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod adaptive_poll;
 mod backend_error;

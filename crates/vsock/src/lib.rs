@@ -15,6 +15,8 @@
 //! [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX) bytes; [`PENDING_RESETS_MAX`] resets for packets of
 //! unknown connections. For users: `docs/vsock.md`.
 
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
 mod connection;
 pub mod credit;
 mod device;

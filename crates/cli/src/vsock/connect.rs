@@ -13,14 +13,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread;
+use std::thread::Builder;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
-use towline_channel::inherit;
+use towline_channel::{Error as ChannelError, inherit};
 
 use crate::args::{ConnectArgs, ConnectTarget};
 use crate::console::{wait_for, write_all};
@@ -133,7 +133,7 @@ fn pass(connection: &OwnedFd) -> Result<()> {
 fn copy(connection: &OwnedFd) -> Result<()> {
     let (ended, to_guest) = channel();
     let sending = connection.try_clone()?;
-    thread::spawn(move || ended.send(send(&sending)));
+    Builder::new().spawn(move || ended.send(send(&sending))).map_err(ChannelError::NoThread)?;
     let stdout = inherit(STDOUT)?;
     copy_all(connection.as_fd(), stdout.as_fd()).context("the connection to the guest failed")?;
     // Its reader sees the end, and may end standard input then.
@@ -236,7 +236,7 @@ mod tests {
         };
         while !std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten().all(has_state) {
             assert!(Instant::now() < deadline, "process {pid} has a thread of another state than {state}");
-            thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -79,7 +79,7 @@ impl PreparedCapture {
         let stopped = if ran { qemu.stop().map_err(Error::from) } else { Ok(()) };
         let taken = stopped.and_then(|()| {
             thread::scope(|scope| {
-                let memory = scope.spawn(|| based.capture());
+                let memory = Builder::new().spawn_scoped(scope, || based.capture()).map_err(not_captured)?;
                 let saved = devices.save(qemu);
                 tracing::debug!(after_us = begun.elapsed().as_micros(), "devices saved");
                 let memory = memory.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

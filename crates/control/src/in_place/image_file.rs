@@ -10,14 +10,12 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 
 use rustix::fs::{FlockOperation, OFlags, SeekFrom, flock, seek};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 use towline_image::Image;
-use towline_migration::{ExtentKind, Guest as _};
+use towline_migration::{ExtentKind, Guest as _, parallel};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef};
 
@@ -86,22 +84,15 @@ fn stale_within(image: &Image, block: BlockIndex, first: u64, last: u64) -> Opti
 pub(super) fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error> {
     let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
     for (index, block) in blocks.filter(|(_, block)| block.name == name) {
-        let next = AtomicU64::new(0);
-        let work = || -> towline_migration::Result<()> {
-            loop {
-                let offset = next.fetch_add(VERIFY_BYTES, Ordering::Relaxed);
-                if offset >= block.length || cancel.is_cancelled() {
-                    return Ok(());
-                }
-                let length = VERIFY_BYTES.min(block.length - offset);
-                image.prepare(PageRef { block: index, offset }, length)?;
+        let chunks: Vec<u64> = (0..block.length).step_by(VERIFY_BYTES as usize).collect();
+        let verify = |&offset: &u64| {
+            if cancel.is_cancelled() {
+                return Ok(());
             }
+            let length = VERIFY_BYTES.min(block.length - offset);
+            image.prepare(PageRef { block: index, offset }, length)
         };
-        thread::scope(|scope| {
-            let threads: Vec<_> = (0..VERIFY_THREADS).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().try_for_each(|thread| thread.join().expect("comparing does not panic"))
-        })
-        .map_err(Error::Damaged)?;
+        parallel::for_each(&chunks, VERIFY_THREADS, || verify).map_err(Error::Damaged)?;
     }
     Ok(())
 }

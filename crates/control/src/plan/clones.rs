@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::thread::{self, ScopedJoinHandle};
+use std::thread::{self, Builder};
 
 use towline_channel::Cancel;
 use towline_image::{Image, StoredGuest};
@@ -178,17 +178,19 @@ fn conflicts(clones: &Clones<'_>) -> Conflicts {
 
 /// Results of `work` with each of these jobs, in their order; at most [`CLONES_AT_ONCE`] are in progress.
 fn at_once<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(usize, J) -> T + Sync) -> Vec<T> {
-    let workers = jobs.len().min(CLONES_AT_ONCE);
+    let others = 1..jobs.len().min(CLONES_AT_ONCE);
     let jobs = Mutex::new(jobs.into_iter().enumerate());
     let worker = || -> Vec<(usize, T)> {
         let next = std::iter::from_fn(|| lock(&jobs).next());
         next.map(|(index, job)| (index, work(index, job))).collect()
     };
     let mut done: Vec<_> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
-        let join =
-            |worker: ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|panic| resume_unwind(panic));
-        workers.into_iter().flat_map(join).collect()
+        let others = others.map_while(|_| Builder::new().spawn_scoped(scope, worker).ok());
+        let (others, mut done): (Vec<_>, _) = (others.collect(), worker());
+        for other in others {
+            done.extend(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        }
+        done
     });
     done.sort_unstable_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, result)| result).collect()

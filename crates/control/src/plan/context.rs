@@ -165,7 +165,7 @@ impl<'a> Context<'a> {
     ) -> Result<Box<Relay>, Error> {
         let &CopyRequest { compression, zero_copy_send, .. } = self.options;
         let options = LaneOptions { compression, zero_copy_send };
-        let relay = Relay::with_options(Arc::clone(session), connections, options)?;
+        let relay = Relay::new(Arc::clone(session), connections, options)?;
         self.set_sending(relay.statistics());
         Ok(Box::new(relay))
     }

@@ -3,10 +3,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, pair};
+use towline_channel::{
+    Address, Channel, ConnectOptions, Error as ChannelError, Listener, connect_with, pair,
+};
 use towline_migration::incoming::{self, Connections, IncomingStage, Publication};
 use towline_migration::{Guest, Incoming, Outgoing, Session, Sink, Snapshot, Statistics, outgoing};
 use towline_protocol::destination::SharedMemory;
@@ -22,21 +24,28 @@ use super::shared_switchover::{SharedSwitchover, TransferContext};
 const WATCH_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Runs `work` in another thread. Until it is done this one looks again and again, and parks, from which it is woken.
-pub(super) fn watch<T: Send>(work: impl FnOnce() -> T + Send, mut look: impl FnMut(&AtomicBool)) -> T {
+///
+/// # Errors
+/// No thread can be started, and nothing was done.
+pub(super) fn watch<T: Send>(
+    work: impl FnOnce() -> T + Send,
+    mut look: impl FnMut(&AtomicBool),
+) -> Result<T, ChannelError> {
     let watcher = thread::current();
     // Not the thread's end, which comes a moment after its notification.
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
-        let worker = scope.spawn(|| {
+        let work = || {
             let result = work();
             done.store(true, Ordering::Release);
             watcher.unpark();
             result
-        });
+        };
+        let worker = Builder::new().spawn_scoped(scope, work).map_err(ChannelError::NoThread)?;
         while !done.load(Ordering::Acquire) && !worker.is_finished() {
             look(&done);
         }
-        worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        Ok(worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
@@ -67,7 +76,7 @@ pub(super) fn run_supervised<T: Send>(
             session.fail(towline_migration::Error::guest(error));
         }
     });
-    result.map_err(|error| match error {
+    result.unwrap_or_else(|error| Err(error.into())).map_err(|error| match error {
         towline_migration::Error::Cancelled => Error::Cancelled,
         towline_migration::Error::Guest(error) => match error.downcast::<Error>() {
             Ok(error) => *error,
@@ -230,18 +239,19 @@ pub(super) fn copy_in_process(
     let receiver = Incoming::new(Arc::clone(&session), Arc::default(), options);
     let (main, lanes) = into;
     let (sent, received) = thread::scope(|scope| {
-        let received = scope.spawn(|| {
+        let receive = || {
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
-        });
+        };
+        let received = Builder::new().spawn_scoped(scope, receive).map_err(ChannelError::NoThread)?;
         let sent = send(guest, &out, run, &mut || Ok(()));
         // Nothing more is sent, whether it failed or not.
         drop(out);
         if sent.is_err() {
             session.fail(towline_migration::Error::Cancelled);
         }
-        (sent, received.join())
-    });
+        Ok::<_, ChannelError>((sent, received.join()))
+    })?;
     match received {
         Ok(Ok(())) => sent,
         // Either thread may see the cancellation first.

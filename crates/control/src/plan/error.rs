@@ -193,8 +193,6 @@ pub enum Error {
     OtherRoot { socket: String },
     #[error("QEMU on {socket} reports no TCP port that it listens on")]
     NoPort { socket: String },
-    #[error("no connection can be forwarded between the QEMUs, as no thread can be started: {source}")]
-    NotForwarded { source: std::io::Error },
     #[error("cancelled")]
     Cancelled,
 }

@@ -4,12 +4,12 @@ use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Channel, ChannelExt as _, ConnectOptions, IoBuf, IoBufMut, Listener, RecvFlags,
-    SendFlags, connect_with, is_out_of_resources,
+    Address, Cancel, Channel, ChannelExt as _, ConnectOptions, Error as ChannelError, IoBuf, IoBufMut,
+    Listener, RecvFlags, SendFlags, connect_with, is_out_of_resources,
 };
 
 use super::error::Error;
@@ -150,9 +150,9 @@ impl Forwarding {
         };
         lock(&self.open).push(Arc::clone(&far));
         if !self.cancel.is_cancelled() {
-            thread::scope(|scope| {
-                scope.spawn(|| pass_on(near, &far));
-                pass_on(&far, near);
+            thread::scope(|scope| match Builder::new().spawn_scoped(scope, || pass_on(near, &far)) {
+                Ok(_) => pass_on(&far, near),
+                Err(error) => tracing::info!(%error, "a forwarded connection"),
             });
         }
         lock(&self.open).retain(|channel| !Arc::ptr_eq(channel, &far));
@@ -173,9 +173,8 @@ impl fmt::Debug for Forwarder {
     }
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
-    let spawned = thread::Builder::new().name(name.into()).spawn(work);
-    spawned.map_err(|source: io::Error| Error::NotForwarded { source })
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, ChannelError> {
+    Builder::new().name(name.into()).spawn(work).map_err(ChannelError::NoThread)
 }
 
 /// Passes bytes on until one end closes its part or fails, and ends both.

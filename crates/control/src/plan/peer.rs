@@ -77,9 +77,9 @@ impl PeerSession {
             return;
         }
         let channel = Arc::clone(&self.channel);
-        self.heartbeat = Some(Heartbeat::start(move || {
-            Ok(channel.send_all(&[IoBuf::from(&frame[..])], SendFlags::empty())?)
-        }));
+        let beat = move || Ok(channel.send_all(&[IoBuf::from(&frame[..])], SendFlags::empty())?);
+        self.heartbeat =
+            Heartbeat::start(beat).inspect_err(|error| tracing::debug!(%error, "no heartbeats")).ok();
     }
 
     /// Closes the connection, also for other owners of its channel.

@@ -245,14 +245,15 @@ impl<'a> Restore<'a> {
     /// Sends memory, and watches the guest.
     fn watch(&mut self, running: Running<'a>) -> Result<(), ConnectionLost> {
         let started = Instant::now();
-        watch(
-            || running.serve(),
-            |_| {
-                self.poll();
-                let closely = self.is_starting() && started.elapsed() < START_POLL_TIME;
-                thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
-            },
-        )
+        let mut running = Some(running);
+        let mut serve = || running.take().expect("it is served once").serve();
+        let served = watch(&mut serve, |_| {
+            self.poll();
+            let closely = self.is_starting() && started.elapsed() < START_POLL_TIME;
+            thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
+        });
+        // Its own threads cannot be started either, by which the connection is lost.
+        served.unwrap_or_else(|_| serve())
     }
 
     /// Returns true if the guest will run and was not seen to run yet.

@@ -20,10 +20,10 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, ChannelExt as _, IoBuf, IoBufMut, SendFlags};
+use towline_channel::{Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, SendFlags};
 use towline_migration::checkpoints::CheckpointQueue;
 
 use crate::lock::lock;
@@ -106,18 +106,22 @@ impl DiskLog {
         };
         let logs: Vec<_> = disks.iter().zip(channels).map(log).collect::<towline_channel::Result<_>>()?;
         let (of_thread, exports) = (logs.clone(), disks.to_vec());
-        thread::spawn(move || {
+        let serve = move || {
             for stream in listener.incoming().take_while(Result::is_ok).flatten() {
                 match NbdServer::negotiate(stream, &exports) {
                     Ok(Some((number, mut server))) => {
                         let log = Arc::clone(&of_thread[number]);
-                        thread::spawn(move || log.end(server.serve(&mut |change| log.change(change))));
+                        let serve = move || log.end(server.serve(&mut |change| log.change(change)));
+                        if let Err(error) = Builder::new().spawn(serve) {
+                            tracing::warn!(%error, "a connection for disks");
+                        }
                     }
                     Ok(None) => {}
                     Err(error) => tracing::warn!(%error, "a connection for disks"),
                 }
             }
-        });
+        };
+        Builder::new().spawn(serve).map_err(ChannelError::NoThread)?;
         Ok(logs)
     }
 
@@ -262,7 +266,7 @@ impl StandbyDisk {
         let client = Arc::new(Mutex::new(client));
         let (sender, received) = mpsc::sync_channel(0);
         let (early, name) = (Arc::clone(&client), disk.name.clone());
-        thread::spawn(move || {
+        let receive_all = move || {
             loop {
                 let writes = match receive(&*channel, limit) {
                     Ok(Writes { epoch: BEFORE, requests }) => match write_early(&early, &requests, &*channel)
@@ -282,7 +286,8 @@ impl StandbyDisk {
                     return;
                 }
             }
-        });
+        };
+        Builder::new().spawn(receive_all)?;
         Ok(Self { name: disk.name.clone(), received, client })
     }
 

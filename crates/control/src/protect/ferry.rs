@@ -15,12 +15,12 @@ use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
 use towline_channel::{
-    Address, Cancel, Channel, ConnectOptions, FileOwner, Listener, OneTimeKey, TlsClient, connect_with,
-    with_file_owner,
+    Address, Cancel, Channel, ConnectOptions, Error as ChannelError, FileOwner, Listener, OneTimeKey,
+    TlsClient, connect_with, with_file_owner,
 };
 use towline_migration::Error;
 use towline_migration::checkpoints::{self, CheckpointQueue, CheckpointSink, pass_on, pass_on_first_copy};
@@ -204,15 +204,21 @@ impl Way<'_> {
             number: 0,
         };
         let passing = Mutex::new(None);
+        let pass = || {
+            let failure = self.pass(releases);
+            *lock(&passing) = failure;
+            // QEMU may wait for a write before it requests the next checkpoint.
+            self.close();
+        };
         thread::scope(|scope| {
-            scope.spawn(|| {
-                let failure = self.pass(releases);
-                *lock(&passing) = failure;
-                // QEMU may wait for a write before it requests the next checkpoint.
+            let no_thread = |error| {
                 self.close();
-            });
+                Failure::of(Lost::Here)(ChannelError::NoThread(error))
+            };
+            Builder::new().spawn_scoped(scope, pass).map_err(no_thread)?;
             if let Some(mut watched) = watched {
-                scope.spawn(move || request_on_output(&mut watched, &self.queue));
+                let watch = move || request_on_output(&mut watched, &self.queue);
+                Builder::new().spawn_scoped(scope, watch).map_err(no_thread)?;
             }
             let Err(error) = checkpoints::take(self.primary.as_ref(), first, &mut taker);
             // Its writes do not wait for what comes next.
@@ -221,8 +227,8 @@ impl Way<'_> {
             let Failure { lost, reason } = failure.unwrap_or_else(|| Failure::of(Lost::Here)(error));
             // Not after the other thread, which may wait for the standby.
             self.link.send(&FromFerry::Ended { lost, reason });
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Passes checkpoints on until that fails; `None`: there are no more.

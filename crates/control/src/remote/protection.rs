@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -124,7 +124,8 @@ impl AgentStandby {
         let (standby, qemu) = (self.standby, &self.started.qemu);
         let ended = thread::scope(|scope| {
             if let Some(qemu) = qemu {
-                scope.spawn(|| control.watch(&qemu.pidfd(), &over));
+                let watch = || control.watch(&qemu.pidfd(), &over);
+                Builder::new().spawn_scoped(scope, watch).map_err(towline_channel::Error::NoThread)?;
             }
             let ended = standby.run(notice);
             over.cancel();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 #[cfg(feature = "store")]
-use std::thread::{self, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -106,8 +106,9 @@ struct OpeningImage(Mutex<Option<JoinHandle<store::Result<StoredImage>>>>);
 
 #[cfg(feature = "store")]
 impl OpeningImage {
-    fn start(image: UnopenedImage) -> Self {
-        Self(Mutex::new(Some(thread::spawn(|| image.open()))))
+    fn start(image: UnopenedImage) -> towline_channel::Result<Self> {
+        let thread = Builder::new().spawn(|| image.open()).map_err(towline_channel::Error::NoThread)?;
+        Ok(Self(Mutex::new(Some(thread))))
     }
 
     fn wait(&self) -> store::Result<StoredImage> {
@@ -253,7 +254,7 @@ impl RunImage {
         }
         if options.memory == MemoryRequest::Postcopy {
             let origin = Some(image.index.origin.clone());
-            let image = OpeningImage::start(image);
+            let image = OpeningImage::start(image)?;
             let kind = OpenImage::Store { image, location: location.clone() };
             return Ok(Self { stem, name: text.into(), directory, origin, kind });
         }

@@ -148,7 +148,7 @@ fn relay(presence: &Presence, old: &mut Qemu, new: &mut Qemu, directory: &Path) 
     old.client().execute(&Migrate::to_uri(format!("unix:{}", here.display()))).unwrap();
     let arriving = incoming::Connections::single(Arc::from(listener.accept(deadline, &cancel).unwrap()));
     let session = Arc::<Session>::default();
-    let relay = Relay::new(Arc::clone(&session), out);
+    let relay = Relay::new(Arc::clone(&session), out, outgoing::LaneOptions::default()).unwrap();
     let sink = presence.sink(&relay);
     let engine = Incoming::new(session, Arc::default(), incoming::Options::default());
     engine.run(&arriving, &sink).unwrap();

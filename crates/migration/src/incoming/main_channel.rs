@@ -4,7 +4,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
-use towline_channel::{Channel, ChannelExt, IoBufMut, RecvFlags};
+use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut, RecvFlags};
 use towline_protocol::colo::FirstCopy;
 use towline_protocol::destination::{
     Barriers, Complete, ITEM_BYTES_MAX, SectionKind, StreamDecoder, StreamItem,
@@ -257,9 +257,10 @@ impl<'a> MainChannel<'a> {
             VmCommand::Other { .. } => {
                 if let Some(FromSource::Hello(id)) = FromSource::of(command) {
                     self.shared.session.gate().source_reports(id);
-                    self.heartbeat = self.return_path.clone().map(|writer| {
-                        Heartbeat::start(move || writer.send(&FromDestination::Alive.to_message()))
-                    });
+                    if let Some(writer) = self.return_path.clone() {
+                        let beat = move || writer.send(&FromDestination::Alive.to_message());
+                        self.heartbeat = Some(Heartbeat::start(beat).map_err(ChannelError::NoThread)?);
+                    }
                 }
                 Ok(())
             }

@@ -1,10 +1,10 @@
 //! Reads the return path while everything is sent.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_channel::{Channel, Error as ChannelError, IoBufMut, RecvFlags};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, ReceiverMode};
 use towline_protocol::source::ReturnPathReader;
@@ -63,21 +63,22 @@ impl ReturnPath {
         channel: Arc<dyn Channel>,
         session: Arc<Session>,
         forwarding: Forwarding,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>> {
         let (answers, bases) = (ReturnPathReader::default(), Vec::new());
         let state = ReturnPathState { answers, heard: Instant::now(), bases, ended: false, forwarding };
         let (peer, changed) = (channel.peer().to_owned(), Condvar::new());
         let path = Arc::new(Self { peer, state: Mutex::new(state), changed });
         let listener = Arc::clone(&path);
-        thread::spawn(move || {
+        let listen = move || {
             let _guard = session.guard();
             if let Err(error) = listener.listen(channel.as_ref()) {
                 session.fail(error);
             }
             lock(&listener.state).ended = true;
             listener.changed.notify_all();
-        });
-        path
+        };
+        Builder::new().spawn(listen).map_err(ChannelError::NoThread)?;
+        Ok(path)
     }
 
     /// Forwards the messages that are meant for the source.
@@ -229,7 +230,7 @@ mod tests {
     fn an_acknowledgement_that_was_received_counts_on_a_busy_host() {
         let session = Arc::new(Session::default());
         let (near, far) = starved(&session);
-        let path = ReturnPath::start(near, Arc::clone(&session), Forwarding::Disabled);
+        let path = ReturnPath::start(near, Arc::clone(&session), Forwarding::Disabled).unwrap();
         path.expect_shut();
         let mut shut = Vec::new();
         ReturnPathMessage::Shut(0).encode(&mut shut);

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_channel::{Channel, Error as ChannelError, IoBufMut, RecvFlags};
 use towline_protocol::postcopy::{PostcopyBlock, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, Reader};
@@ -61,12 +61,12 @@ impl Inbox {
         channel: &Arc<dyn Channel>,
         session: &Arc<Session>,
         blocks: &Arc<[PostcopyBlock]>,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>> {
         let (peer, blocks) = (channel.peer().to_owned(), Arc::clone(blocks));
         let (state, changed, requested) = (Mutex::default(), Condvar::new(), Condvar::new());
         let inbox = Arc::new(Self { peer, blocks, state, changed, requested });
         let (listener, session, channel) = (Arc::clone(&inbox), Arc::clone(session), Arc::clone(channel));
-        thread::spawn(move || {
+        let listen = move || {
             let _guard = session.guard();
             if let Err(error) = listener.receive(channel.as_ref()) {
                 session.fail(error);
@@ -74,8 +74,9 @@ impl Inbox {
             lock(&listener.state).ended = true;
             listener.changed.notify_all();
             listener.requested.notify_all();
-        });
-        inbox
+        };
+        Builder::new().spawn(listen).map_err(ChannelError::NoThread)?;
+        Ok(inbox)
     }
 
     /// Waits for the answer to this PING.
@@ -237,7 +238,7 @@ mod tests {
     fn a_loaded_guest_is_known_on_a_busy_host() {
         let session = Arc::new(Session::default());
         let (near, far) = starved(&session);
-        let inbox = Inbox::listen(&near, &session, &Vec::new().into());
+        let inbox = Inbox::listen(&near, &session, &Vec::new().into()).unwrap();
         let mut pong = Vec::new();
         ReturnPathMessage::Pong(PING_LOADED).encode(&mut pong);
         far.send_all(&[IoBuf::from(&pong[..])], SendFlags::empty()).unwrap();

@@ -1,9 +1,10 @@
 //! One connection's work: requests are served, the background fills in, until every page was sent.
 
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::Duration;
 
+use towline_channel::Error as ChannelError;
 use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
@@ -54,16 +55,16 @@ pub(super) fn serve(
     };
     let session = &connection.session;
     thread::scope(|scope| {
-        for _ in 0..REQUEST_WORKERS {
-            scope.spawn(|| service.guarded(|| service.serve_requests()));
-        }
-        for _ in 0..service.scheduler.preparers() {
-            scope.spawn(|| service.guarded(|| service.run_preparer()));
-        }
-        let filled = {
+        let serve = || service.guarded(|| service.serve_requests());
+        let prepare = || service.guarded(|| service.run_preparer());
+        let mut started = (0..REQUEST_WORKERS)
+            .map(|_| Builder::new().spawn_scoped(scope, serve))
+            .chain((0..service.scheduler.preparers()).map(|_| Builder::new().spawn_scoped(scope, prepare)));
+        let started = started.try_for_each(|thread| thread.map(drop));
+        let filled = started.map_err(|error| ChannelError::NoThread(error).into()).and_then(|()| {
             let _guard = session.guard();
             service.fill()
-        };
+        });
         if let Err(error) = filled {
             session.fail(error);
         }

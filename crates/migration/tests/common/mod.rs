@@ -108,7 +108,7 @@ pub(crate) fn migrate_into(
         thread::spawn(move || {
             let session = Arc::<Session>::default();
             let options = outgoing::LaneOptions { compression, zero_copy_send: options.zero_copy_send };
-            let relay = Relay::with_options(Arc::clone(&session), to, options).unwrap();
+            let relay = Relay::new(Arc::clone(&session), to, options).unwrap();
             let (result, statistics) = receive(from, &relay, &session, compression);
             drop(relay);
             let _ = teller.send((number, result, statistics, begun.elapsed()));

@@ -474,7 +474,7 @@ impl Served {
             // Any result is permitted.
             let _ = towline_vhost_user::serve(&channel, &device, &token);
         };
-        (Self { cancel, thread: Some(std::thread::spawn(serve)) }, ours)
+        (Self { cancel, thread: Some(std::thread::Builder::new().spawn(serve).unwrap()) }, ours)
     }
 
     fn end(mut self) {

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
-use towline_channel::Channel;
+use towline_channel::{Channel, Error as ChannelError};
 use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::{Guest, Relay, Sink, SinkWithPresentBlocks, Snapshot};
 
@@ -183,7 +183,8 @@ impl QemuDestination {
         context.observer.phase(CopyPhase::Transfer);
         thread::scope(|scope| {
             let verify = || image.verify(VERIFY_THREADS, &|_| {});
-            let verifier = context.options.verify.then(|| scope.spawn(verify));
+            let verifier = context.options.verify.then(|| Builder::new().spawn_scoped(scope, verify));
+            let verifier = verifier.transpose().map_err(ChannelError::NoThread)?;
             let mut loaded = false;
             while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
                 context.check_cancelled()?;

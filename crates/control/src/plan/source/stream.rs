@@ -2,10 +2,10 @@
 //! accepted.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
-use towline_channel::{Cancel, Listener};
+use towline_channel::{Cancel, Error as ChannelError, Listener};
 use towline_migration::incoming::{Connections, gather};
 use towline_qmp::commands::{Migrate, MigrationStatus};
 use towline_qmp::{self as qmp, Client};
@@ -72,10 +72,11 @@ impl QmpSource {
         let ends = &Cancel::new()?;
         let (returns, returned) = mpsc::channel::<()>();
         thread::scope(|scope| {
-            let waiter = scope.spawn(move || {
+            let gather = move || {
                 let _returns = returns;
                 gather(listener, lanes, deadline, within, ends)
-            });
+            };
+            let waiter = Builder::new().spawn_scoped(scope, gather).map_err(ChannelError::NoThread)?;
             let (mut reason, mut cancelled) = (None, None);
             while returned.recv_timeout(CONNECT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 if reason.is_none() && !ends.is_cancelled() {

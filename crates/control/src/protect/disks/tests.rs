@@ -1,6 +1,7 @@
 //! A disk of a guest, written at random, and its copy at a standby that is cut off at random.
 
 use std::os::unix::net::UnixStream;
+use std::thread;
 
 use fastrand::Rng;
 use tempfile::TempDir;
