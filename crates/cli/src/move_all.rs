@@ -9,12 +9,12 @@ use anyhow::{Result, bail};
 use towline_channel::Cancel;
 use towline_control::plan::CopyRequest;
 use towline_control::remote::{NewGuest, Place};
-use towline_launch::{RunningGuest, RuntimeRoot};
+use towline_launch::{RunningGuest, RuntimeError, RuntimeRoot};
 use towline_migration::Tuning;
 
 use crate::args::MoveArgs;
 use crate::endpoint::{Endpoint, SshEndpoint};
-use crate::events::FinalEvent;
+use crate::events::{FinalEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::outcome::{Destinations, Results};
@@ -39,6 +39,19 @@ struct Row<'a> {
     exit: Exit,
     took: Duration,
     text: String,
+}
+
+impl<'a> Row<'a> {
+    /// Reports a guest whose state cannot be read; the others are moved.
+    fn of_unreadable(error: &'a RuntimeError, reporter: &Reporter) -> Self {
+        let name = match error {
+            RuntimeError::State { path, .. } => path.parent().and_then(|guest| guest.file_name()?.to_str()),
+            _ => None,
+        };
+        let text = error.to_string();
+        let exit = reporter.failed(&text, Reason::Other, Exit::Failed);
+        Self { name: name.unwrap_or_default(), exit, took: Duration::ZERO, text }
+    }
 }
 
 /// One bandwidth for all moves that are in progress.
@@ -86,7 +99,13 @@ pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     let options = request::of_move(args, all).map_err(UsageError)?;
     args.transfer.sandbox.log_unconfined(UNCONFINED);
     let cancel = cancel_on_signals(SignalEffects::of_copy(&args.transfer, &[all]))?;
-    let guests = RuntimeRoot::of_user().list()?;
+    let (mut guests, mut unreadable) = (Vec::new(), Vec::new());
+    for guest in RuntimeRoot::of_user().guests()? {
+        match guest {
+            Ok(guest) => guests.push(guest),
+            Err(error) => unreadable.push(error),
+        }
+    }
     let to = |guest: &RunningGuest| {
         let place = Place::Guest(NewGuest { name: guest.name.clone(), ..NewGuest::default() });
         SshEndpoint { place, ..host.clone() }
@@ -96,8 +115,10 @@ pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     let departures = guests.iter().zip(ends).zip(&reporters);
     let departures: Vec<_> =
         departures.map(|((guest, end), reporter)| Departure { guest, end, reporter }).collect();
-    let rows = move_each(args, &options, &departures, &cancel);
-    Ok(report(&Reporter::new(&args.output), all, &rows))
+    let mut rows = move_each(args, &options, &departures, &cancel);
+    let reporter = Reporter::new(&args.output);
+    rows.extend(unreadable.iter().map(|error| Row::of_unreadable(error, &reporter)));
+    Ok(report(&reporter, all, &rows))
 }
 
 /// Moves the guests, `--parallel` at a time. Rows are in the order of the guests.

@@ -316,14 +316,6 @@ impl RuntimeRoot {
         doubt.map_or(Ok(None), Err)
     }
 
-    /// Returns the guests that run, by name.
-    ///
-    /// # Errors
-    /// As [`Self::guests`]; [`RuntimeError::State`] of any guest.
-    pub fn list(&self) -> Result<Vec<RunningGuest>, RuntimeError> {
-        self.guests()?.into_iter().collect()
-    }
-
     /// Returns the guests that run, by name, or [`RuntimeError::State`] in the place of one that may run.
     ///
     /// # Errors
@@ -404,7 +396,7 @@ impl GuestDirectory {
         })
     }
 
-    /// Writes the state of the guest for [`RuntimeRoot::list`].
+    /// Writes the state of the guest for [`RuntimeRoot::guests`].
     pub(crate) fn write_state(&self, state: &RunningGuest) -> Result<(), RuntimeError> {
         let path = self.path.join(STATE);
         let error = |source| io_error(&path, "write it", source);
