@@ -24,7 +24,7 @@ pub(crate) struct HoldingCards {
 impl HoldingCards {
     /// Connects to them for a generation, and has each hold from now on.
     pub(crate) fn hold(paths: &[PathBuf], generation: u64) -> Result<Self, qmp::Error> {
-        let clients = paths.iter().map(|path| connect(path)).collect::<Result<_, _>>()?;
+        let clients = paths.iter().map(|path| connect(path, DEADLINE)).collect::<Result<_, _>>()?;
         let mut cards = Self { clients, generation };
         cards.execute("hold", &[])?;
         Ok(cards)
@@ -44,7 +44,7 @@ impl HoldingCards {
     /// The highest generation that one of these cards knows; 0 for none.
     pub(crate) fn generation(paths: &[PathBuf]) -> Result<u64, qmp::Error> {
         let known = paths.iter().map(|path| {
-            let held = connect(path)?.execute_raw("query-held", None)?;
+            let held = connect(path, DEADLINE)?.execute_raw("query-held", None)?;
             Ok(held["generation"].as_u64().unwrap_or_default())
         });
         known.collect::<Result<Vec<_>, _>>().map(|known| known.into_iter().max().unwrap_or_default())
@@ -84,8 +84,8 @@ impl HoldingCards {
     }
 }
 
-/// Connects to the control socket of a card.
-pub(crate) fn connect(path: &Path) -> Result<Client, qmp::Error> {
-    let options = qmp::Options { deadline: DEADLINE, greeting_deadline: DEADLINE, ..qmp::Options::default() };
+/// Connects to the control socket of a card, which has this time for each reply.
+pub(crate) fn connect(path: &Path, within: Duration) -> Result<Client, qmp::Error> {
+    let options = qmp::Options { deadline: within, greeting_deadline: within, ..qmp::Options::default() };
     Client::connect(path, &options)
 }

@@ -25,9 +25,11 @@ use crate::qemu::Qemu;
 
 /// Extension of a card's control socket.
 const CONTROL: &str = "qmp";
-/// Longest wait for the other host to take frames, while the guest runs here, and afterwards, when what takes longer does not come in
-/// time. The cards expect the next message a little longer than the first.
-const GIVEN_WITHIN: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(2)];
+/// Time of a step while the guest runs here, divided by the number of cards: a host may be busy. The card of a guest with one expects the
+/// next message a little longer.
+const BUSY_WITHIN: Duration = Duration::from_secs(10);
+/// Time of each later step. What takes longer does not come in time.
+const STOPPED_WITHIN: Duration = Duration::from_secs(2);
 /// Longest wait for frames, while the guest runs here, and afterwards.
 const WAIT_MS: [u64; 2] = [250, 10];
 /// Time for which the network may still send here, after the guest has announced itself there.
@@ -83,8 +85,7 @@ impl Card {
         if !path.is_absolute() || control == path || !control.exists() || listens(&control) {
             return None;
         }
-        let mut client = cards::connect(&control).ok()?;
-        client.set_deadline(GIVEN_WITHIN[0]);
+        let mut client = cards::connect(&control, BUSY_WITHIN).ok()?;
         let found = client.execute_raw("query-migration-version", None).ok()?;
         let chardev = chardev["label"].as_str()?.to_owned();
         (found["type"] == "net").then_some(Self { chardev, control, client })
@@ -92,6 +93,14 @@ impl Card {
 
     fn take(&mut self, wait_ms: u64) -> Result<Value, qmp::Error> {
         self.client.execute_raw("take-frames", Some(Map::from_iter([("wait-ms".into(), wait_ms.into())])))
+    }
+
+    /// Sets the time of the next steps, with this number of cards.
+    fn set_deadline(&mut self, has_stopped: bool, cards: usize) -> Duration {
+        let busy = BUSY_WITHIN / u32::try_from(cards.max(1)).unwrap_or(u32::MAX);
+        let within = if has_stopped { STOPPED_WITHIN } else { busy.max(STOPPED_WITHIN) };
+        self.client.set_deadline(within);
+        within
     }
 
     fn give(&mut self, passed: Value, is_last: bool) -> Result<Value, qmp::Error> {
@@ -161,8 +170,9 @@ impl FramePassing {
                 Ok(false) | Err(TryRecvError::Disconnected) => return,
             }
             let is_late = arrived.is_some_and(|arrived| arrived.elapsed() >= ANNOUNCED_WITHIN);
+            let count = self.cards.iter().filter(|card| !card.is_over).count();
             for card in self.cards.iter_mut().filter(|card| !card.is_over) {
-                card.pass_next(give, is_late).unwrap_or_else(|reason| {
+                card.pass_next(give, is_late, count).unwrap_or_else(|reason| {
                     tracing::warn!(card = card.card.chardev, reason, "frames of the pause are not passed on");
                     card.is_over = true;
                 });
@@ -177,15 +187,16 @@ impl FramePassing {
 }
 
 impl DepartingCard {
-    /// Passes the next frames on, or the last ones.
-    fn pass_next(&mut self, give: Give<'_>, is_late: bool) -> Result<(), String> {
+    /// Passes the next frames on, or the last ones; `cards` are still open.
+    fn pass_next(&mut self, give: Give<'_>, is_late: bool, cards: usize) -> Result<(), String> {
+        self.card.set_deadline(self.has_stopped, cards);
         let is_last = is_late || self.announced.is_some_and(|announced| announced.elapsed() >= GRACE);
         let wait_ms = if is_last { 0 } else { WAIT_MS[usize::from(self.has_stopped)] };
         let passed = self.card.take(wait_ms).map_err(|error| error.to_string())?;
         self.has_stopped = passed["stopped"] == true;
+        let within = self.card.set_deadline(self.has_stopped, cards);
         let last = is_last && passed["frames"] == "";
         let request = GiveFrames { card: self.card.chardev.clone(), passed, last };
-        let within = GIVEN_WITHIN[usize::from(self.has_stopped)];
         let Given { announced } = give(&request, within).map_err(|error| error.to_string())?;
         if announced {
             self.announced.get_or_insert_with(Instant::now);
@@ -213,6 +224,7 @@ impl FrameReceiver {
     pub fn end(&self) {
         let none = json!({ "series": 0, "stopped": false, "features": 0, "frames": "" });
         for card in lock(&self.0).iter_mut() {
+            card.set_deadline(true, 1);
             // It has had the last ones already, or drops them.
             let _ = card.give(none.clone(), true);
         }
@@ -230,8 +242,10 @@ impl Commands for FrameReceiver {
         }
         let request: GiveFrames = parsed(arguments)?;
         let mut cards = lock(&self.0);
+        let count = cards.len();
         let card = cards.iter_mut().find(|card| card.chardev == request.card);
         let card = card.ok_or_else(|| failed("no such card"))?;
+        card.set_deadline(request.passed["stopped"] == true, count);
         card.give(request.passed, request.last).map_err(failed)
     }
 }
