@@ -206,9 +206,11 @@ impl RuntimeRoot {
             if let Some(claimed) = self.try_claim(root.as_fd(), name)? {
                 return Ok(claimed);
             }
-            // A guest that runs stays; a process that removes what an ended one has left has it for a moment.
-            if !matches!(self.read(name), Ok(None)) {
-                break;
+            // A guest that runs stays; one that is ending, or a process that removes what one has left, has it for a moment.
+            match self.read(name) {
+                Ok(None) => {}
+                Ok(Some(guest)) if guest.is_ending() => {}
+                _ => break,
             }
             thread::sleep(RETRY_INTERVAL);
         }

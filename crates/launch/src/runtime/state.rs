@@ -116,6 +116,12 @@ impl RunningGuest {
         if self.is_running() { Ok(process?) } else { Ok(None) }
     }
 
+    /// Returns true if it is about to end: its first thread has ended, and others keep its files and locks for a moment.
+    pub(super) fn is_ending(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        is_first_thread_over(&stat)
+    }
+
     /// Ends it: lets it quit for up to `quit`, and then kills it and waits for up to `killed`. Returns true if it has ended.
     #[must_use]
     pub fn end(&self, quit: Duration, killed: Duration) -> bool {
@@ -169,6 +175,10 @@ pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time of a running process"))
+}
+
+fn is_first_thread_over(stat: &str) -> bool {
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']))
 }
 
 /// The name in parentheses may have any characters, so the fields are counted from its end.
@@ -247,5 +257,6 @@ mod tests {
         let zombie = stat.replace(") S", ") Z");
         assert_eq!(parse_start_time(&zombie), None);
         assert_eq!(parse_start_time(&zombie.replace(" 20 0 1 0 ", " 20 0 2 0 ")), Some(4711));
+        assert_eq!([stat, &zombie].map(is_first_thread_over), [false, true]);
     }
 }
