@@ -43,7 +43,12 @@ impl Qmp {
     pub(crate) fn over(stream: UnixStream, within: Duration, stderr: Option<PathBuf>) -> Result<Self> {
         let deadline = Instant::now() + within;
         let mut connection = Connection { lines: Lines::over(stream), events: VecDeque::new(), next_id: 1 };
-        let greeting = connection.message(deadline).context("no greeting from QMP")?;
+        let mut greeting = connection.message(deadline).context("no greeting from QMP")?;
+        // QEMU sends its events also to a client that it has not greeted yet.
+        while greeting.get("event").is_some() {
+            connection.keep(greeting);
+            greeting = connection.message(deadline).context("no greeting from QMP")?;
+        }
         if greeting.get("QMP").is_none() {
             bail!("the socket greets with {greeting}, expected QMP");
         }
