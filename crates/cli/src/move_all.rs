@@ -14,7 +14,7 @@ use towline_migration::Tuning;
 
 use crate::args::MoveArgs;
 use crate::endpoint::{Endpoint, SshEndpoint};
-use crate::events::{FinalEvent, Reason};
+use crate::events::{FailedPart, FinalEvent, Reason};
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
 use crate::outcome::{Destinations, Results};
@@ -44,12 +44,14 @@ struct Row<'a> {
 impl<'a> Row<'a> {
     /// Reports a guest whose state cannot be read; the others are moved.
     fn of_unreadable(error: &'a RuntimeError, reporter: &Reporter) -> Self {
-        let name = match error {
-            RuntimeError::State { path, .. } => path.parent().and_then(|guest| guest.file_name()?.to_str()),
-            _ => None,
+        let (path, name) = match error {
+            RuntimeError::State { path, .. } => {
+                (path.display().to_string(), path.parent().and_then(|guest| guest.file_name()?.to_str()))
+            }
+            _ => Default::default(),
         };
         let text = error.to_string();
-        let exit = reporter.failed(&text, Reason::Other, Exit::Failed);
+        let exit = reporter.failed_with(FailedPart::File { path }, &text, Reason::Other, Exit::Failed);
         Self { name: name.unwrap_or_default(), exit, took: Duration::ZERO, text }
     }
 }
@@ -115,9 +117,10 @@ pub(crate) fn run(args: &MoveArgs, all: &Endpoint) -> Result<Exit> {
     let departures = guests.iter().zip(ends).zip(&reporters);
     let departures: Vec<_> =
         departures.map(|((guest, end), reporter)| Departure { guest, end, reporter }).collect();
-    let mut rows = move_each(args, &options, &departures, &cancel);
     let reporter = Reporter::new(&args.output);
-    rows.extend(unreadable.iter().map(|error| Row::of_unreadable(error, &reporter)));
+    let unreadable: Vec<_> = unreadable.iter().map(|error| Row::of_unreadable(error, &reporter)).collect();
+    let mut rows = move_each(args, &options, &departures, &cancel);
+    rows.extend(unreadable);
     Ok(report(&reporter, all, &rows))
 }
 

@@ -47,11 +47,10 @@ fn every_guest_of_a_host_goes_to_another_one() {
     );
     let failed: Vec<_> =
         events(&moved.stdout).into_iter().filter(|event| event["event"] == "failed").collect();
-    let [taken, unreadable] = &failed[..] else { panic!("{failed:?}") };
+    let [unreadable, taken] = &failed[..] else { panic!("{failed:?}") };
     assert_eq!(taken["destination"], "ssh:other/web-1", "{taken}");
     assert!(taken["error"].as_str().unwrap().contains("name web-1 is taken"), "{taken}");
-    let path = state.display().to_string();
-    assert!(unreadable["error"].as_str().unwrap().contains(&path), "{unreadable}");
+    assert_eq!(unreadable["path"], state.display().to_string(), "{unreadable}");
     assert_eq!(hosts.there.guests().unwrap(), NAMES[..2]);
     std::fs::write(&state, readable).unwrap();
     for (agents, name) in [("there.", "web-0"), ("here.", "web-1"), ("here.", "web-2")] {
