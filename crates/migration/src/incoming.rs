@@ -126,11 +126,13 @@ impl Incoming {
         // Every lane has ended before the guest is committed, so nothing changes it afterwards.
         let received = thread::scope(|scope| {
             let _guard = self.session.guard();
+            let mut unread = Vec::new();
             for (index, channel) in connections.lanes.iter().enumerate() {
                 let shared = &shared;
                 let run = move || lane::run(index, channel.as_ref(), shared);
                 if let Err(error) = Builder::new().spawn_scoped(scope, run) {
                     self.session.fail(ChannelError::NoThread(error).into());
+                    unread.push(channel);
                 }
             }
             let received = main.receive(begin);
@@ -138,6 +140,9 @@ impl Incoming {
                 Ok(_) => self.session.close(),
                 Err(error) => {
                     self.session.fail(error);
+                    if !unread.is_empty() {
+                        refuse::refuse(&connections.main, unread.into_iter());
+                    }
                     self.session.see_out(REFUSE_TIMEOUT);
                     return Err(Error::Cancelled);
                 }

@@ -49,9 +49,11 @@ const NO_THREADS: &str = "TOWLINE_TEST_NO_THREADS";
 fn a_guest_that_was_stopped_arrives_although_no_thread_can_be_started() {
     const NAME: &str = "a_guest_that_was_stopped_arrives_although_no_thread_can_be_started";
     if std::env::var_os(NO_THREADS).is_none() {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        let output = command.args(["--exact", NAME, "--nocapture"]).env(NO_THREADS, "1").output().unwrap();
-        return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut command = Command::new("timeout");
+        command.arg("100").arg(std::env::current_exe().unwrap()).args(["--exact", NAME, "--nocapture"]);
+        let output = command.env(NO_THREADS, "1").output().unwrap();
+        let [stdout, stderr] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        return assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}{stderr}");
     }
     let stop = || {
         let status = std::fs::read_to_string("/proc/self/statm").unwrap();

@@ -10,7 +10,9 @@ use towline_channel::{
     Address, Channel, ConnectOptions, Error as ChannelError, Listener, connect_with, pair,
 };
 use towline_migration::incoming::{self, Connections, IncomingStage, Publication};
-use towline_migration::{Guest, Incoming, Outgoing, Session, Sink, Snapshot, Statistics, outgoing};
+use towline_migration::{
+    Error as MigrationError, Guest, Incoming, Outgoing, Session, Sink, Snapshot, Statistics, outgoing,
+};
 use towline_protocol::destination::SharedMemory;
 use towline_protocol::session::ReceiverMode;
 
@@ -56,7 +58,7 @@ pub(super) fn run_supervised<T: Send>(
     session: &Session,
     switchover: &SharedSwitchover,
     poll: &mut dyn FnMut() -> Result<(), Error>,
-    work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
+    work: impl FnOnce() -> Result<T, MigrationError> + Send,
 ) -> Result<T, Error> {
     session.set_tuning(&context.options.tuning);
     let mut cancel_handled = false;
@@ -69,18 +71,18 @@ pub(super) fn run_supervised<T: Send>(
             cancel_handled = true;
             // Not if the guest may already run at its destination.
             if switchover.cancel() {
-                session.fail(towline_migration::Error::Cancelled);
+                session.fail(MigrationError::Cancelled);
             }
         }
         if let Err(error) = poll() {
-            session.fail(towline_migration::Error::guest(error));
+            session.fail(MigrationError::guest(error));
         }
     });
     result.unwrap_or_else(|error| Err(error.into())).map_err(|error| match error {
-        towline_migration::Error::Cancelled => Error::Cancelled,
-        towline_migration::Error::Guest(error) => match error.downcast::<Error>() {
+        MigrationError::Cancelled => Error::Cancelled,
+        MigrationError::Guest(error) => match error.downcast::<Error>() {
             Ok(error) => *error,
-            Err(error) => Error::Migration(towline_migration::Error::Guest(error)),
+            Err(error) => Error::Migration(MigrationError::Guest(error)),
         },
         error => Error::Migration(error),
     })
@@ -192,6 +194,9 @@ impl IncomingStream {
                 })
             },
         );
+        if let Err(Error::Migration(MigrationError::Channel(ChannelError::NoThread(_)))) = &result {
+            connections.refuse();
+        }
         if result.is_ok() {
             // Nothing remains, and no rates are those of the end.
             last = Progress { pass: last.pass, ..Progress::default() };
@@ -248,7 +253,7 @@ pub(super) fn copy_in_process(
         // Nothing more is sent, whether it failed or not.
         drop(out);
         if sent.is_err() {
-            session.fail(towline_migration::Error::Cancelled);
+            session.fail(MigrationError::Cancelled);
         }
         Ok::<_, ChannelError>((sent, received.join()))
     })?;
@@ -260,10 +265,7 @@ pub(super) fn copy_in_process(
         }
         // The half that failed by itself has the reason; the other one only lost its connection.
         Ok(Err(error)) => Err(match sent {
-            Err(reason)
-                if error_origin::is_local(&reason)
-                    || matches!(error, towline_migration::Error::Cancelled) =>
-            {
+            Err(reason) if error_origin::is_local(&reason) || matches!(error, MigrationError::Cancelled) => {
                 reason
             }
             _ => error.into(),

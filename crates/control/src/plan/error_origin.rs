@@ -60,7 +60,9 @@ pub(super) fn is_cancelled(error: &MigrationError) -> bool {
 pub(super) fn is_local(error: &Error) -> bool {
     fn is(error: &MigrationError) -> bool {
         match error {
-            MigrationError::Guest(_) | MigrationError::Cancelled => true,
+            MigrationError::Guest(_)
+            | MigrationError::Cancelled
+            | MigrationError::Channel(ChannelError::NoThread(_)) => true,
             MigrationError::Lane { source, .. } => is(source),
             _ => false,
         }

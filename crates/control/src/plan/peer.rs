@@ -79,7 +79,7 @@ impl PeerSession {
         let channel = Arc::clone(&self.channel);
         let beat = move || Ok(channel.send_all(&[IoBuf::from(&frame[..])], SendFlags::empty())?);
         self.heartbeat =
-            Heartbeat::start(beat).inspect_err(|error| tracing::debug!(%error, "no heartbeats")).ok();
+            Heartbeat::start(beat).inspect_err(|error| tracing::warn!(%error, "no heartbeats")).ok();
     }
 
     /// Closes the connection, also for other owners of its channel.

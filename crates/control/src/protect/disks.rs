@@ -113,7 +113,7 @@ impl DiskLog {
                         let log = Arc::clone(&of_thread[number]);
                         let serve = move || log.end(server.serve(&mut |change| log.change(change)));
                         if let Err(error) = Builder::new().spawn(serve) {
-                            tracing::warn!(%error, "a connection for disks");
+                            of_thread[number].end(Err(error));
                         }
                     }
                     Ok(None) => {}

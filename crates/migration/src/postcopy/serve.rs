@@ -1,5 +1,6 @@
 //! One connection's work: requests are served, the background fills in, until every page was sent.
 
+use std::io;
 use std::sync::Arc;
 use std::thread::{self, Builder};
 use std::time::Duration;
@@ -57,11 +58,10 @@ pub(super) fn serve(
     thread::scope(|scope| {
         let serve = || service.guarded(|| service.serve_requests());
         let prepare = || service.guarded(|| service.run_preparer());
-        let mut started = (0..REQUEST_WORKERS)
-            .map(|_| Builder::new().spawn_scoped(scope, serve))
-            .chain((0..service.scheduler.preparers()).map(|_| Builder::new().spawn_scoped(scope, prepare)));
-        let started = started.try_for_each(|thread| thread.map(drop));
-        let filled = started.map_err(|error| ChannelError::NoThread(error).into()).and_then(|()| {
+        // One of each is enough.
+        let workers = start(REQUEST_WORKERS, || Builder::new().spawn_scoped(scope, serve));
+        let preparers = start(service.scheduler.preparers(), || Builder::new().spawn_scoped(scope, prepare));
+        let filled = workers.and(preparers).and_then(|()| {
             let _guard = session.guard();
             service.fill()
         });
@@ -89,6 +89,13 @@ pub(super) fn serve(
     serving.end(writer.pending());
     writer.flush()?;
     connection.inbox.wait_shut(session)
+}
+
+/// Starts as many threads of this number as there is room for, at least one.
+fn start<T>(count: usize, mut one: impl FnMut() -> io::Result<T>) -> Result<()> {
+    one().map_err(ChannelError::NoThread)?;
+    (1..count).map_while(|_| one().ok()).for_each(drop);
+    Ok(())
 }
 
 impl ServeState<'_> {
