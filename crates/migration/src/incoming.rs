@@ -132,7 +132,7 @@ impl Incoming {
                 let run = move || lane::run(index, channel.as_ref(), shared);
                 if let Err(error) = Builder::new().spawn_scoped(scope, run) {
                     self.session.fail(ChannelError::NoThread(error).into());
-                    unread.push(channel);
+                    unread.push((index, channel));
                 }
             }
             let received = main.receive(begin);
@@ -141,7 +141,8 @@ impl Incoming {
                 Err(error) => {
                     self.session.fail(error);
                     if !unread.is_empty() {
-                        refuse::refuse(&connections.main, unread.into_iter());
+                        refuse::refuse(&connections.main, unread.iter().map(|(_, lane)| *lane));
+                        unread.iter().for_each(|(index, _)| self.session.leave(*index));
                     }
                     self.session.see_out(REFUSE_TIMEOUT);
                     return Err(Error::Cancelled);

@@ -46,13 +46,13 @@ pub(super) struct RuntimeThread {
 impl Runtime {
     /// Starts the thread.
     pub(super) fn start() -> io::Result<Self> {
-        // One thread for files or names stays: without any, and where none can be started, a task of it would panic.
+        // Threads for files and names stay, and there is one: without any, and where none can be started, a task would panic.
         let runtime = Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(FILE_THREADS)
             .thread_keep_alive(Duration::from_secs(u64::from(u32::MAX)))
             .build()?;
-        thread::Builder::new().spawn(|| ())?;
+        let _ = thread::Builder::new().spawn(|| ())?.join();
         drop(runtime.spawn_blocking(|| ()));
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();

@@ -116,10 +116,10 @@ impl RunningGuest {
         if self.is_running() { Ok(process?) } else { Ok(None) }
     }
 
-    /// Returns true if it is about to end: its first thread has ended, and others keep its files and locks for a moment.
+    /// Returns true if it is about to end: its first thread has, or frees its memory. Its files and locks are kept for a moment.
     pub(super) fn is_ending(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
-        is_first_thread_over(&stat)
+        is_exiting(&stat)
     }
 
     /// Ends it: lets it quit for up to `quit`, and then kills it and waits for up to `killed`. Returns true if it has ended.
@@ -177,8 +177,12 @@ pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time of a running process"))
 }
 
-fn is_first_thread_over(stat: &str) -> bool {
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']))
+/// By the flags of the first thread, which it has as a zombie, too.
+fn is_exiting(stat: &str) -> bool {
+    /// `PF_EXITING` of linux/sched.h.
+    const EXITING: u32 = 1 << 2;
+    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(9 - 3)?.parse::<u32>().ok());
+    flags.is_some_and(|flags| flags & EXITING != 0)
 }
 
 /// The name in parentheses may have any characters, so the fields are counted from its end.
@@ -257,6 +261,7 @@ mod tests {
         let zombie = stat.replace(") S", ") Z");
         assert_eq!(parse_start_time(&zombie), None);
         assert_eq!(parse_start_time(&zombie.replace(" 20 0 1 0 ", " 20 0 2 0 ")), Some(4711));
-        assert_eq!([stat, &zombie].map(is_first_thread_over), [false, true]);
+        let exiting = stat.replace(" 4194560 ", " 4194564 ");
+        assert_eq!([stat, &exiting].map(is_exiting), [false, true]);
     }
 }
