@@ -189,7 +189,7 @@ net-pairs) lab net pairs::verdicts_on_cards_agree_with_what_happens TOWLINE_SOAK
 #: net-moves: 50 moves in a row of one guest that talks through towline's network card (TOWLINE_SOAK_NET_MOVES)
 net-moves) lab net moves::a_guest_that_talks_moves_between_hosts TOWLINE_SOAK_NET_MOVES=50 ;;
 #: net-pauses: 50 moves of one guest to and fro between two hosts, whose numbered datagrams are counted (TOWLINE_SOAK_PAUSES)
-net-pauses) lab net pauses::a_move_loses_no_frame_of_several_queues TOWLINE_SOAK_PAUSES=50 ;;
+net-pauses) lab net pauses::frames_of_several_queues_are_not_lost_by_a_move TOWLINE_SOAK_PAUSES=50 ;;
 #: net-ring-restarts: 20 moves of a guest under inbound bulk whose card restarts its rings ten times in each
 #:   (TOWLINE_SOAK_NET_RESTARTED_MOVES)
 net-ring-restarts) lab net moves::every_byte_arrives_while_the_rings_restart_during_moves TOWLINE_SOAK_NET_RESTARTED_MOVES=20 ;;

@@ -44,9 +44,10 @@ const ONE_AT_A_TIME: [&[&str]; 2] = [
     &["lab/hosts", "lab/cluster", "lab/protect"],
 ];
 /// Tests of times and rates that other tests would take from them, by their suites: they run before all others.
-const ALONE: [(&str, &str); 2] = [
+const ALONE: [(&str, &str); 3] = [
     ("lab/store", "standstill::a_guest_saved_over_a_slow_link_keeps_its_downtime_limit"),
     ("lab/live", "converge::a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on"),
+    ("lab/net", "pauses::a_move_loses_no_frame"),
 ];
 /// Has cargo report what it built.
 const MESSAGES: &str = "--message-format=json-render-diagnostics";
