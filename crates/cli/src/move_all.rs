@@ -1,8 +1,7 @@
 //! `towline move --all`: every guest of this user goes to another host, several at a time.
 
-use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::sync::Mutex;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -10,7 +9,7 @@ use towline_channel::Cancel;
 use towline_control::plan::CopyRequest;
 use towline_control::remote::{NewGuest, Place};
 use towline_launch::{RunningGuest, RuntimeError, RuntimeRoot};
-use towline_migration::Tuning;
+use towline_migration::{Tuning, parallel};
 
 use crate::args::MoveArgs;
 use crate::endpoint::{Endpoint, SshEndpoint};
@@ -132,27 +131,18 @@ fn move_each<'a>(
     cancel: &Cancel,
 ) -> Vec<Row<'a>> {
     let budget = Budget { bytes_per_second: args.transfer.max_bandwidth, shares: Mutex::default() };
-    let waiting = Mutex::new(departures.iter().enumerate());
-    let rows = Mutex::new(BTreeMap::new());
-    let work = || {
-        loop {
-            let Some((n, departure)) = lock(&waiting).next() else { return };
-            let begun = Instant::now();
-            let options = CopyRequest { tuning: Tuning::default(), ..options.clone() };
-            budget.enter(n, &options.tuning);
-            let moved = move_one(args, options, departure, cancel);
-            budget.leave(n);
-            let (exit, text) = moved.unwrap_or_else(|error| (Exit::of_error(&error), errors::text(&error)));
-            lock(&rows).insert(n, Row { name: &departure.guest.name, exit, took: begun.elapsed(), text });
-        }
+    let one = |(n, departure): &(usize, &Departure<'a>)| {
+        let begun = Instant::now();
+        let options = CopyRequest { tuning: Tuning::default(), ..options.clone() };
+        budget.enter(*n, &options.tuning);
+        let moved = move_one(args, options, departure, cancel);
+        budget.leave(*n);
+        let (exit, text) = moved.unwrap_or_else(|error| (Exit::of_error(&error), errors::text(&error)));
+        Ok::<_, Infallible>(Row { name: &departure.guest.name, exit, took: begun.elapsed(), text })
     };
-    thread::scope(|scope| {
-        // This thread works too: a host that has no room for another one moves fewer guests at a time.
-        let others = 1..args.parallel.min(departures.len());
-        others.for_each(|_| drop(thread::Builder::new().spawn_scoped(scope, work)));
-        work();
-    });
-    rows.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).into_values().collect()
+    let departures: Vec<_> = departures.iter().enumerate().collect();
+    let Ok(rows) = parallel::for_each(&departures, args.parallel, || &one);
+    rows
 }
 
 /// Moves a guest, and reports that. Returns its exit status, and a text for the table.

@@ -14,13 +14,13 @@
 mod conflicts;
 
 use std::collections::{BTreeMap, HashSet};
-use std::panic::resume_unwind;
+use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::thread::{self, Builder};
 
 use towline_channel::Cancel;
 use towline_image::{Image, StoredGuest};
+use towline_migration::parallel;
 
 use super::context::{Context, OwnQemu};
 use super::copy::copy_stored;
@@ -178,22 +178,13 @@ fn conflicts(clones: &Clones<'_>) -> Conflicts {
 
 /// Results of `work` with each of these jobs, in their order; at most [`CLONES_AT_ONCE`] are in progress.
 fn at_once<J: Send, T: Send>(jobs: Vec<J>, work: impl Fn(usize, J) -> T + Sync) -> Vec<T> {
-    let others = 1..jobs.len().min(CLONES_AT_ONCE);
-    let jobs = Mutex::new(jobs.into_iter().enumerate());
-    let worker = || -> Vec<(usize, T)> {
-        let next = std::iter::from_fn(|| lock(&jobs).next());
-        next.map(|(index, job)| (index, work(index, job))).collect()
+    let jobs: Vec<_> = jobs.into_iter().map(|job| Mutex::new(Some(job))).enumerate().collect();
+    let one = |(index, job): &(usize, Mutex<Option<J>>)| {
+        let job = lock(job).take().expect("each is done once");
+        Ok::<T, Infallible>(work(*index, job))
     };
-    let mut done: Vec<_> = thread::scope(|scope| {
-        let others = others.map_while(|_| Builder::new().spawn_scoped(scope, worker).ok());
-        let (others, mut done): (Vec<_>, _) = (others.collect(), worker());
-        for other in others {
-            done.extend(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
-        }
-        done
-    });
-    done.sort_unstable_by_key(|(index, _)| *index);
-    done.into_iter().map(|(_, result)| result).collect()
+    let Ok(done) = parallel::for_each(&jobs, CLONES_AT_ONCE, || &one);
+    done
 }
 
 /// Refuses impossible copies before anything is touched: all of them, since they are one command. Returns their numbers of lanes.
