@@ -60,7 +60,7 @@ pub use qmp::Qmp;
 pub use ssh::{SshHost, Sshd, host_networks, ssh_key};
 pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};
-pub use wait::wait_until;
+pub use wait::{wait_removed, wait_until};
 
 use std::io::Write as _;
 use std::path::Path;

@@ -1,5 +1,6 @@
 //! Waiting for a condition, never for a time.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -23,4 +24,11 @@ pub fn wait_until<T>(
         }
         std::thread::sleep(POLL_INTERVAL);
     }
+}
+
+/// Waits until an agent has removed a disk that it made: its QEMU, with which `ps` no longer lists the guest, ends before that.
+pub fn wait_removed(disk: &Path, within: Duration) -> Result<()> {
+    wait_until(&format!("the removal of {}", disk.display()), within, || {
+        Ok((!disk.try_exists()?).then_some(()))
+    })
 }

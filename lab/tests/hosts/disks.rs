@@ -9,7 +9,7 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::{assert_ended, completed, qmp, wait_event};
-use towline_lab::{Qmp, Version, child, command_after, require_qemu, signal, wait_until};
+use towline_lab::{Qmp, Version, child, command_after, require_qemu, signal, wait_removed, wait_until};
 
 use crate::support::{Hosts, MIB, WITHIN, WRITER, assert_disk, last, with_disk, with_disk_of};
 
@@ -314,7 +314,7 @@ fn leaves_its_disk(name: &str, ends: &[(&str, &str)]) {
         if kill != "agent, at once" {
             // The next agent ends the QEMU that this one has left, and removes its disk.
             hosts.assert_stays();
-            assert!(!hosts.there.path(DISK_THERE).exists(), "{phase}, {kill}");
+            wait_removed(&hosts.there.path(DISK_THERE), WITHIN).unwrap();
         }
     }
     // Nothing of the former moves is in the way.

@@ -10,7 +10,7 @@ use towline_lab::counting::{assert_clean, make_ext4};
 use towline_lab::expect::{Scratch, qmp, wait_event};
 use towline_lab::{
     Finished, LinuxGuest, MemoryBackend, Network, Qemu, Qmp, SshHost, Sshd, Towline, Version, host_networks,
-    kill, require_qemu, wait_until,
+    kill, require_qemu, wait_removed, wait_until,
 };
 
 use crate::bridges::{TAP, add_bridge, attach, set_apart};
@@ -340,7 +340,7 @@ impl Hosts {
         assert_clean(&self.place.path("a/disk.raw"));
         assert_eq!(self.held(Side::Here)["holding"], false);
         self.wait_none_there();
-        assert!(!self.place.path("b/disk.raw").exists(), "a disk without its guest");
+        wait_removed(&self.place.path("b/disk.raw"), WITHIN).unwrap();
     }
 }
 
