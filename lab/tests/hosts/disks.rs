@@ -314,7 +314,8 @@ fn leaves_its_disk(name: &str, ends: &[(&str, &str)]) {
         if kill != "agent, at once" {
             // The next agent ends the QEMU that this one has left, and removes its disk.
             hosts.assert_stays();
-            wait_removed(&hosts.there.path(DISK_THERE), WITHIN).unwrap();
+            let removed = wait_removed(&hosts.there.path(DISK_THERE), WITHIN);
+            removed.unwrap_or_else(|error| panic!("{phase}, {kill}: {error}"));
         }
     }
     // Nothing of the former moves is in the way.
