@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
+use towline_image::atomic_file::LockedFile;
 
 use crate::lock::lock;
 use crate::process::{Process, ProcessState, has_exited};
@@ -97,7 +98,7 @@ pub struct JournalEntry {
 
 #[derive(Debug)]
 struct State {
-    file: File,
+    file: LockedFile,
     directory: Arc<OwnedFd>,
     name: String,
     path: PathBuf,
@@ -151,7 +152,7 @@ impl Journal {
             reason: bad.reason,
         })?;
         let state = State {
-            file,
+            file: LockedFile(file),
             directory: directory.shared_fd(),
             name,
             path,
@@ -256,7 +257,7 @@ impl State {
 
     /// Removes all records from the file.
     fn restart(&mut self) -> Result<(), Error> {
-        self.file.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
+        self.file.0.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
         self.append(&JournalLine::Begun(self.header.clone()))
     }
 
@@ -266,10 +267,11 @@ impl State {
 
     fn append_after(&mut self, before: &str, line: &JournalLine) -> Result<(), Error> {
         let written = serde_json::to_string(line).map_err(io::Error::from).and_then(|text| {
-            let bytes = self.file.metadata()?.len();
-            let written = self.file.write_all(format!("{before}{text}\n").as_bytes());
+            let mut file = &self.file.0;
+            let bytes = file.metadata()?.len();
+            let written = file.write_all(format!("{before}{text}\n").as_bytes());
             // The part of a line for which a full file system had room would make the next one unreadable.
-            written.inspect_err(|_| _ = self.file.set_len(bytes))
+            written.inspect_err(|_| _ = file.set_len(bytes))
         });
         written.map_err(|source| Error::Io { path: self.path.clone(), source })
     }

@@ -21,6 +21,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use towline_channel::{FileOwner, with_file_owner};
+use towline_image::atomic_file::LockedFile;
 
 /// Prefix of the names.
 const PREFIX: &str = "towline-sockets-";
@@ -36,7 +37,7 @@ const ENTRIES_MAX: usize = 100_000;
 pub(crate) struct LockedDir {
     pub(crate) path: PathBuf,
     /// `None` on a file system without locks, where no directory counts as abandoned either.
-    _lock: Option<File>,
+    _lock: Option<LockedFile>,
 }
 
 /// Directory for temporary files.
@@ -83,7 +84,7 @@ pub(crate) fn remove_abandoned(place: &Path) -> Vec<PathBuf> {
 fn remove(path: &Path) -> bool {
     let removed = match lock(path, &mut File::options()) {
         // In a directory that other users can write to, the name does not prove the owner.
-        Ok(Some(lock)) if lock.metadata().is_ok_and(|found| found.uid() != geteuid().as_raw()) => {
+        Ok(Some(lock)) if lock.0.metadata().is_ok_and(|found| found.uid() != geteuid().as_raw()) => {
             return false;
         }
         Ok(Some(_lock)) => fs::remove_dir_all(path),
@@ -100,7 +101,7 @@ fn remove(path: &Path) -> bool {
 }
 
 /// Opens and locks the file `owner` in it; `None` if the file system has no locks.
-fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
+fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<LockedFile>> {
     if !fs::symlink_metadata(path)?.is_dir() {
         return Err(ErrorKind::NotADirectory.into());
     }
@@ -114,7 +115,7 @@ fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
     }
     let (open, named) = (file.metadata()?, fs::symlink_metadata(&path)?);
     if (open.dev(), open.ino()) == (named.dev(), named.ino()) {
-        Ok(Some(file))
+        Ok(Some(LockedFile(file)))
     } else {
         Err(Errno::NOENT.into())
     }
@@ -242,7 +243,8 @@ mod tests {
         let mut left = create(place.path(), None).unwrap();
         fs::write(left.path.join("socket"), b"").unwrap();
         assert_eq!(remove_abandoned(place.path()), [""; 0].map(PathBuf::from), "both are held");
-        // As the kernel does when the owner exits.
+        // A process that is being started has it.
+        let _inherited = left._lock.as_ref().unwrap().0.try_clone().unwrap();
         left._lock = None;
         let others = ["towline-sockets-1", "towline-sockets-1-x", "towline-1-0", "other"];
         for name in others {

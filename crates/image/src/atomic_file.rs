@@ -33,8 +33,8 @@ use std::sync::Arc;
 use rustix::fs::{self, FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::{Errno, pwritev};
 
-pub(crate) use directory_entry::{DirectoryEntry, LockedFile};
-pub use directory_entry::{Existing, Partial};
+pub(crate) use directory_entry::DirectoryEntry;
+pub use directory_entry::{Existing, LockedFile, Partial};
 pub use error::{Error, Result};
 
 use crate::journal::{self, FileNumber, Op};

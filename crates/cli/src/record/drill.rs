@@ -12,6 +12,7 @@ use rustix::fs::{FlockOperation, flock};
 use towline_channel::Cancel;
 use towline_control::record::{Place, RecordedInstant};
 use towline_control::run::{Disks, Networks, Running};
+use towline_image::atomic_file::LockedFile;
 use towline_launch::GuestName;
 use towline_qmp::commands::QueryStatus;
 use towline_qmp::{Client, Options};
@@ -88,20 +89,20 @@ fn watch(mut running: Running, cancel: &Cancel, reporter: &Reporter, args: &Reco
 struct OverlayDirectory {
     path: PathBuf,
     /// Locked: of one drill.
-    _lock: File,
+    _lock: LockedFile,
 }
 
 impl OverlayDirectory {
     /// Creates it, or takes over that of a drill that was killed.
     fn create(place: &Path, name: &GuestName) -> Result<Self> {
         let path = place.join(format!(".{}.drill", name.as_str()));
-        let locked = || -> io::Result<File> {
+        let locked = || -> io::Result<LockedFile> {
             // QEMU's user has to pass.
             DirBuilder::new().recursive(true).mode(0o711).create(&path)?;
             let lock = File::open(&path)?;
             flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
             fs::read_dir(&path)?.try_for_each(|entry| fs::remove_file(entry?.path()))?;
-            Ok(lock)
+            Ok(LockedFile(lock))
         };
         let lock = locked().map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => {

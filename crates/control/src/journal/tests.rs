@@ -214,6 +214,7 @@ fn the_protection_of_a_qemu_that_accepts_no_connection_is_found() {
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&UndoRecord::Protection(protection.clone())).unwrap();
     assert_eq!(leftover_protection(&place.directory(), &place.socket), None, "its towline lives");
+    let _inherited_by_a_process_that_is_being_started = journal.state().file.0.try_clone().unwrap();
     drop(journal);
     let link = place.base.path().join("link");
     symlink(&place.socket, &link).unwrap();

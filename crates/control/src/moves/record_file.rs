@@ -20,6 +20,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
+use towline_image::atomic_file::LockedFile;
 
 use super::record::{self, Id, MoveEnd, MoveRecord, RecordedEnds};
 use crate::journal::{
@@ -40,7 +41,7 @@ pub(crate) struct RecordFile {
     directory: RuntimeDirectory,
     record: MoveRecord,
     /// The locked file under the record's name; `None` until the first write.
-    file: Option<File>,
+    file: Option<LockedFile>,
 }
 
 impl RecordFile {
@@ -60,7 +61,7 @@ impl RecordFile {
             if is_named(&file, directory, name) {
                 let record = parse(&mut file, directory, name)?;
                 if is_ours {
-                    return Ok(Self { directory: directory.clone(), record, file: Some(file) });
+                    return Ok(Self { directory: directory.clone(), record, file: Some(LockedFile(file)) });
                 }
                 if is_over {
                     return Err(Error::InUse { id: record.id, pid: record.owner.pid });
@@ -95,11 +96,11 @@ impl RecordFile {
     fn replace(&mut self, record: MoveRecord, unnamed: &str, name: &str) -> io::Result<()> {
         let directory = self.directory.fd();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
-        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let file = LockedFile(File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?));
+        flock(&file.0, FlockOperation::NonBlockingLockExclusive)?;
         let text = serde_json::to_string(&record)?;
-        file.write_all(text.as_bytes())?;
-        file.write_all(b"\n")?;
+        (&file.0).write_all(text.as_bytes())?;
+        (&file.0).write_all(b"\n")?;
         match self.file {
             Some(_) => renameat(directory, unnamed, directory, name)?,
             // A record of this name may be of another move, whose towline got the same id from its peer.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::fs::{FlockOperation, flock, statvfs};
 use rustix::io::Errno;
 use towline_channel::Cancel;
+use towline_image::atomic_file::LockedFile;
 use towline_image::{Location, directory, has_manifest, leftover, lock_holder, needed_by};
 
 use super::error::Error;
@@ -127,7 +128,7 @@ pub(super) struct Record {
     /// Removed since chunks were collected.
     removed: usize,
     /// The directory, locked: it is written by one process.
-    _lock: Option<File>,
+    _lock: Option<LockedFile>,
 }
 
 impl Record {
@@ -333,14 +334,14 @@ pub(super) fn merge(image: &Path, bytes: u64, cancel: &Cancel, observer: &dyn Ob
 }
 
 /// Makes the directory, and locks it.
-fn lock_directory(path: &Path) -> Result<File, Error> {
+fn lock_directory(path: &Path) -> Result<LockedFile, Error> {
     let failed = |source: io::Error| Error::Directory { path: path.to_owned(), source };
     // Memory of a guest is its owner's alone; its QEMU has to pass to its disks.
     let make = |path: &Path| DirBuilder::new().recursive(true).mode(0o711).create(path);
     make(path).and_then(|()| make(&path.join(DISKS))).map_err(failed)?;
     let directory = File::open(path).map_err(failed)?;
     match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(directory),
+        Ok(()) => Ok(LockedFile(directory)),
         Err(Errno::WOULDBLOCK) => {
             Err(Error::PlaceInUse { path: path.to_owned(), holder: lock_holder(&directory) })
         }

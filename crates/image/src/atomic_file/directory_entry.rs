@@ -45,10 +45,10 @@ pub(crate) struct DirectoryEntry {
     pub(super) partial: OsString,
 }
 
-/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the
-/// descriptor.
+/// A file that this process has locked by `flock`. The lock is released explicitly, as a process that is being started may have a
+/// copy of the descriptor.
 #[derive(Debug)]
-pub(crate) struct LockedFile(pub(super) File);
+pub struct LockedFile(pub File);
 
 impl Drop for LockedFile {
     fn drop(&mut self) {

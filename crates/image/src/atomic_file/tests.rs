@@ -209,8 +209,8 @@ fn a_sidecar_is_written_whole() {
 fn a_file_with_a_shared_lock_is_not_replaced() {
     let (directory, path) = directory();
     std::fs::write(&path, "base").unwrap();
-    let user = File::open(&path).unwrap();
-    fs::flock(&user, FlockOperation::LockShared).unwrap();
+    let user = LockedFile(File::open(&path).unwrap());
+    fs::flock(&user.0, FlockOperation::LockShared).unwrap();
     let error = AtomicFile::open(&path, Existing::Replace).unwrap_err();
     assert!(matches!(&error, Error::InUse { path: used, .. } if *used == path), "{error}");
     assert!(error.to_string().contains("process"), "{error}");

@@ -201,9 +201,10 @@ mod tests {
     fn an_image_that_a_process_has_open_is_not_removed() {
         let (_directory, path) = with_image();
         // A process that has it as standard input, and lives as long as its standard output is read.
-        let mut command = Command::new("cat");
-        let command = command.args(["-", "/dev/zero"]).stdin(File::open(&path).unwrap());
-        let mut reader = command.stdout(Stdio::piped()).spawn().unwrap();
+        let input = File::open(&path).unwrap();
+        let spawned =
+            Command::new("cat").args(["-", "/dev/zero"]).stdin(input).stdout(Stdio::piped()).spawn();
+        let mut reader = spawned.unwrap();
         let error = remove(&path).unwrap_err();
         reader.kill().unwrap();
         reader.wait().unwrap();

@@ -102,6 +102,10 @@ fn two_processes_do_not_share_one() {
     let first = open().unwrap();
     assert!(matches!(open().unwrap_err(), RecordError::InUse { .. }));
     drop(first);
+    // A process that another test is starting may have the descriptor for a moment.
+    let freed = File::open(path.path()).unwrap();
+    flock(&freed, FlockOperation::LockExclusive).unwrap();
+    flock(&freed, FlockOperation::Unlock).unwrap();
     open().unwrap();
 }
 

@@ -10,6 +10,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
+use towline_image::atomic_file::LockedFile;
 use towline_launch::{GuestName, RunningGuest, RuntimeRoot};
 
 use super::super::refusal::{Outcome, Refusal};
@@ -89,18 +90,18 @@ impl Instance {
     ///
     /// # Errors
     /// Another claim has it.
-    pub(super) fn claiming(&self) -> Result<File, Refusal> {
-        let mut file = self.lock()?;
-        file.set_len(0)?;
-        write!(file, "{}", std::process::id())?;
+    pub(super) fn claiming(&self) -> Result<LockedFile, Refusal> {
+        let file = self.lock()?;
+        file.0.set_len(0)?;
+        write!(&file.0, "{}", std::process::id())?;
         Ok(file)
     }
 
     /// Locks it, which needs no room on a file system that is full: a stop must not fail for that.
-    fn lock(&self) -> Result<File, Refusal> {
+    fn lock(&self) -> Result<LockedFile, Refusal> {
         let file = File::options().read(true).write(true).open(self.directory.join(CLAIMING))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(file),
+            Ok(()) => Ok(LockedFile(file)),
             Err(Errno::WOULDBLOCK) => Err(Refusal::failed("another claim is made on this host; wait for it")),
             Err(error) => Err(error.into()),
         }
