@@ -22,12 +22,11 @@ use super::executor::Executor;
 use super::invalid::Invalid;
 use super::postcopy;
 use super::preflight::{self, FactsExtent};
-use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress, SourceState};
+use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progress};
 use super::recorder::RecordedEnds;
 use super::request::CopyRequest;
 use super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::validate::{validate, validate_stream};
-use crate::in_place::CapturedGuest;
 use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
 
 /// Interval of checks for a socket that does not exist yet.
@@ -70,13 +69,14 @@ pub fn copy(
     if let Some(how) = &options.direct {
         return direct::copy(source, destination, how, &context);
     }
-    match options.postcopy() {
-        None => match captured::take(source, destination, &context)? {
-            Some(guest) => copy_captured(&guest, destination, &context),
-            None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
-        },
-        Some(how) => postcopy::copy(source, destination, how, &context),
+    if let Some(how) = options.postcopy() {
+        return postcopy::copy(source, destination, how, &context);
     }
+    let mut from = match captured::take(source, destination, &context)? {
+        Some(guest) => Box::new(StoredSource::of_captured(guest)),
+        None => endpoint::source(source, &context)?,
+    };
+    transfer(from.as_mut(), destination, &context)
 }
 
 /// Waits for the socket of a QEMU that is being started. A missing directory is a wrong path, which connecting reports.
@@ -116,19 +116,6 @@ pub(super) fn copy_stored(
         None => transfer(&mut StoredSource::new(image), destination, context),
         Some(how) => postcopy::restore(image, destination, how, context),
     }
-}
-
-/// Stores a guest that was taken, and runs on if it ran before.
-fn copy_captured(
-    guest: &CapturedGuest,
-    destination: &Destination,
-    context: &Context<'_>,
-) -> Result<CopyReport, Failure> {
-    let mut source = StoredSource::new(guest as &(dyn StoredGuest + 'static));
-    let report = transfer(&mut source, destination, context)?;
-    let downtime_ms = u64::try_from(guest.standstill.as_millis()).ok();
-    let source = if guest.standstill.is_zero() { report.source } else { SourceState::Running };
-    Ok(CopyReport { downtime_ms, source, ..report })
 }
 
 /// Receives the stream that `source` names and keeps nothing: the guest stays at its source.

@@ -4,6 +4,7 @@
 use std::fmt::Display;
 use std::ops::Deref;
 use std::path::Path;
+use std::time::Duration;
 
 use towline_image::{Image, ImageWriter, Origin, StoredGuest};
 use towline_migration::incoming::Publication;
@@ -13,11 +14,12 @@ use super::super::context::Context;
 use super::super::engine;
 use super::super::error::{Error, Failure};
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::progress::{CopyReport, Observer};
+use super::super::progress::{CopyReport, Observer, SourceState};
 use super::super::request::CopyRequest;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::driven::{GuestDescription, LocalGuest};
 use super::traits::{DestinationEndpoint, Rollback, SourceEndpoint};
+use crate::in_place::CapturedGuest;
 use crate::switchover::{DestinationKind, Directive, GuestRunState, Input};
 
 /// Opens the image at `path`, which any number of copies may read.
@@ -43,11 +45,19 @@ pub(in super::super) fn notice_missing_manifest(image: &Image, observer: &dyn Ob
 pub(in super::super) struct StoredSource<P> {
     image: P,
     moved: Snapshot,
+    /// Time for which a guest that was taken was stopped; it runs on if that is not zero.
+    standstill: Option<Duration>,
 }
 
 impl<P> StoredSource<P> {
     pub(in super::super) fn new(image: P) -> Self {
-        Self { image, moved: Snapshot::default() }
+        Self { image, moved: Snapshot::default(), standstill: None }
+    }
+}
+
+impl StoredSource<Box<dyn StoredGuest>> {
+    pub(in super::super) fn of_captured(guest: CapturedGuest) -> Self {
+        Self { standstill: Some(guest.standstill), ..Self::new(Box::new(guest)) }
     }
 }
 
@@ -87,7 +97,10 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
     }
 
     fn close(&mut self, concluded: Result<CopyReport, Failure>) -> Result<CopyReport, Failure> {
-        concluded.map_err(|failure| explain_truncation(&*self.image, failure))
+        let report = concluded.map_err(|failure| explain_truncation(&*self.image, failure))?;
+        let Some(standstill) = self.standstill else { return Ok(report) };
+        let source = if standstill.is_zero() { report.source } else { SourceState::Running };
+        Ok(CopyReport { downtime_ms: u64::try_from(standstill.as_millis()).ok(), source, ..report })
     }
 }
 

@@ -39,11 +39,8 @@ pub(in super::super) fn prepared(
     observer: &dyn Observer,
 ) -> StoredImage {
     image.notice().iter().for_each(|text| observer.notice(text));
-    match options.postcopy() {
-        None => image,
-        // Once its guest runs it cannot be cancelled: the guest needs its memory.
-        Some(_) => image.retained_until_release(),
-    }
+    // Once its guest runs it cannot be cancelled: the guest needs its memory.
+    if options.is_postcopy() { image.retained_until_release() } else { image }
 }
 
 /// An image to be written to a store.
