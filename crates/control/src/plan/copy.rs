@@ -26,7 +26,7 @@ use super::progress::{CopyPhase, CopyReport, DestinationState, Observer, Progres
 use super::recorder::RecordedEnds;
 use super::request::CopyRequest;
 use super::shared_switchover::{SharedSwitchover, TransferContext};
-use super::validate::{validate, validate_stream};
+use super::validate::validate;
 use crate::switchover::{DestinationKind, Directive, MemorySharing, SourceKind};
 
 /// Interval of checks for a socket that does not exist yet.
@@ -132,7 +132,7 @@ pub fn inspect_stream(
     let Some(address) = source.stream() else {
         return Err(Failure::untouched(Invalid::InspectedWithoutStream));
     };
-    let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
+    let lanes = validate(source, &Destination::Null, options).map_err(Failure::untouched)?;
     let context = Context::new(options, lanes, cancel, observer);
     let switchover =
         SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, MemorySharing::Copied, options);

@@ -11,7 +11,7 @@ use super::context::{connect_options, listen_options};
 use super::ends::{Destination, Source};
 use super::error::Error;
 use super::invalid::{CopiedPages, Invalid, InvalidEnds, InvalidPostcopy, InvalidTls};
-use super::request::{CopyRequest, Throttling};
+use super::request::{CopyRequest, PostcopyOptions, Throttling, TransferOptions};
 use crate::check::{LANES_DEFAULT, LANES_OF_POSTCOPY};
 use crate::qemu::Qemu;
 
@@ -24,47 +24,226 @@ pub(super) fn validate(
     destination: &Destination,
     options: &CopyRequest,
 ) -> Result<usize, Error> {
-    let lanes = lanes(source, destination, options)?;
-    check_compression(source, destination, options, lanes)?;
-    check_tls(source, destination, options)?;
-    check_zero_copy_send(source, destination, options, lanes)?;
-    check_return_path(source, destination, options)?;
-    check_ends(source, destination, options)?;
-    Ok(lanes)
+    let request = Validation::of(source, destination, options)?;
+    request.check_compression()?;
+    request.check_tls()?;
+    request.check_zero_copy_send()?;
+    request.check_return_path()?;
+    request.check_ends()?;
+    request.check_credentials()?;
+    Ok(request.lanes)
 }
 
-/// Validates a request to inspect a stream. Returns the number of lanes.
-pub(super) fn validate_stream(source: &Source, options: &CopyRequest) -> Result<usize, Error> {
-    let lanes = lanes(source, &Destination::Null, options)?;
-    check_compression(source, &Destination::Null, options, lanes)?;
-    check_tls(source, &Destination::Null, options)?;
-    Ok(lanes)
+/// A request, its ends, and what follows from them.
+#[derive(Clone, Copy)]
+struct Validation<'a> {
+    source: &'a Source,
+    destination: &'a Destination,
+    options: &'a CopyRequest,
+    transfer: TransferOptions,
+    lanes: usize,
 }
 
-fn lanes(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<usize, Invalid> {
-    let requested = options.transfer_options().multifd_channels;
-    let streams = [source.stream(), destination.stream()];
-    let streams = || streams.iter().flatten();
-    let default = if options.is_postcopy() {
-        check_postcopy(source, options)?;
-        LANES_OF_POSTCOPY
-    } else if streams().next().is_some() || options.is_snapshot() {
-        0
-    } else {
-        LANES_DEFAULT
-    };
-    let lanes = requested.unwrap_or(default);
-    if lanes > LANES_MAX {
-        return Err(Invalid::TooManyLanes { lanes, lanes_max: LANES_MAX });
-    }
-    let is_single = |address: &&&Address| {
-        !matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. })
-    };
-    match streams().find(is_single) {
-        Some(address) if lanes > 0 && !options.is_postcopy() => {
-            Err(Invalid::LanesOver { lanes, address: (*address).clone() })
+impl<'a> Validation<'a> {
+    fn of(
+        source: &'a Source,
+        destination: &'a Destination,
+        options: &'a CopyRequest,
+    ) -> Result<Self, Invalid> {
+        let (transfer, postcopy) = (options.transfer_options(), options.postcopy());
+        let streams = [source.stream(), destination.stream()];
+        let streams = || streams.iter().flatten();
+        let default = if postcopy.is_some() {
+            LANES_OF_POSTCOPY
+        } else if streams().next().is_some() || options.is_snapshot() {
+            0
+        } else {
+            LANES_DEFAULT
+        };
+        let lanes = transfer.multifd_channels.unwrap_or(default);
+        let request = Self { source, destination, options, transfer, lanes };
+        if let Some(PostcopyOptions { recover, .. }) = postcopy {
+            request.check_postcopy(recover)?;
         }
-        _ => Ok(lanes),
+        if lanes > LANES_MAX {
+            return Err(Invalid::TooManyLanes { lanes, lanes_max: LANES_MAX });
+        }
+        let is_single = |address: &&&Address| {
+            !matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. })
+        };
+        match streams().find(is_single) {
+            Some(address) if lanes > 0 && postcopy.is_none() => {
+                Err(Invalid::LanesOver { lanes, address: (*address).clone() })
+            }
+            _ => Ok(request),
+        }
+    }
+
+    /// Refuses options that exclude postcopy.
+    fn check_postcopy(&self, recovers: bool) -> Result<(), Invalid> {
+        let (options, lanes) = (self.options, self.transfer.multifd_channels.unwrap_or(0));
+        Err(Invalid::Postcopy(match self.source {
+            Source::Stream(_) => InvalidPostcopy::OfStream,
+            Source::Qmp(_) if recovers => InvalidPostcopy::RecoveryOfQemu,
+            source if lanes > 0 && !matches!(source, Source::Qmp(_)) => InvalidPostcopy::LanesOfImage,
+            _ if options.compression != Compression::None && lanes == 0 => InvalidPostcopy::Compressed,
+            _ if options.zero_copy_send == ZeroCopySend::On => InvalidPostcopy::ZeroCopy,
+            _ if !options.return_path => InvalidPostcopy::WithoutReturnPath,
+            _ => return Ok(()),
+        }))
+    }
+
+    /// Refuses ends that the task does not have, or between which no transfer is possible.
+    fn check_ends(&self) -> Result<(), Invalid> {
+        let Self { source, destination, options, transfer, .. } = *self;
+        let is_throttled = transfer.throttling != Throttling::Unchanged;
+        let (is_ended, from_qemu) = (options.ends_source(), source.monitor().is_some());
+        let reason = match (source, destination) {
+            (Source::Stream(_) | Source::Image(_) | Source::Store(_), _) if is_throttled => {
+                InvalidEnds::ThrottledWithoutQemu
+            }
+            // A source is ended only if its guest continues elsewhere, or is stored.
+            _ if is_ended && !from_qemu => InvalidEnds::EndedWithoutQemu,
+            (_, Destination::Process(process)) if is_ended => {
+                InvalidEnds::EndedToProcess { destination: process.to_string() }
+            }
+            (_, Destination::Null) if is_ended => InvalidEnds::EndedToNull,
+            // A detached device must be attached somewhere.
+            _ if options.detaches_vsock() && !(from_qemu && destination.monitor().is_some()) => {
+                InvalidEnds::DetachedWithoutQemu
+            }
+            (_, to) if options.base().is_some() && !matches!(to, Destination::Image(_)) => {
+                InvalidEnds::BaseWithoutImage
+            }
+            // QEMU's background-snapshot goes from a QEMU to an image.
+            _ if options.is_snapshot() && !(from_qemu && destination.is_image()) => InvalidEnds::Snapshot,
+            // It could end with two running guests.
+            (Source::Qmp(_), Destination::Stream(address)) if options.resumes() => {
+                InvalidEnds::ResumedTo { address: address.clone() }
+            }
+            (Source::Qmp(from), Destination::Qmp(to)) if is_same_file(from, to) => {
+                InvalidEnds::SameQemu { socket: to.clone() }
+            }
+            (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+            (Source::Qmp(_), _) if options.is_postcopy() && options.direct.is_none() => {
+                return Err(InvalidPostcopy::OfQemu.into());
+            }
+            (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
+                if options.is_postcopy() =>
+            {
+                return Ok(());
+            }
+            _ if options.is_postcopy() => return Err(InvalidPostcopy::WithoutGuest.into()),
+            (source, Destination::Null) if source.is_image() => InvalidEnds::ImageToNull,
+            _ => return Ok(()),
+        };
+        Err(reason.into())
+    }
+
+    fn check_return_path(&self) -> Result<(), Invalid> {
+        if self.options.return_path {
+            return Ok(());
+        }
+        let (source, destination) = (self.source, self.destination);
+        let from_stream = matches!(source, Source::Stream(_));
+        match (source, destination) {
+            (Source::Qmp(_), _) => Err(Invalid::RunningWithoutReturnPath),
+            // An image is as safe afterwards as before, and so is a file that is read through a pipe.
+            (_, Destination::Stream(_)) if !from_stream => Ok(()),
+            (Source::Stream(Address::File { path, .. }), Destination::Qmp(_) | Destination::Stream(_)) => {
+                Err(Invalid::FileTo { path: path.clone(), destination: destination.to_string() })
+            }
+            (_, Destination::Qmp(_) | Destination::Stream(_)) => Err(Invalid::WithoutReturnPath),
+            _ if from_stream => Ok(()),
+            _ => Err(Invalid::WithoutReturnPath),
+        }
+    }
+
+    /// Refuses compression that would have no effect.
+    fn check_compression(&self) -> Result<(), Invalid> {
+        let compression = self.options.compression;
+        if compression == Compression::None {
+            return Ok(());
+        }
+        let method = compression.method().name();
+        if self.source.is_image() && self.destination.is_image() {
+            return Err(Invalid::CompressionBetweenImages { method });
+        }
+        if self.lanes == 0 { Err(Invalid::CompressionWithoutLanes { method }) } else { Ok(()) }
+    }
+
+    /// Refuses `on` if pages would be copied all the same, with the reason.
+    fn check_zero_copy_send(&self) -> Result<(), Error> {
+        // QEMU sends, and has its own conditions.
+        if self.options.zero_copy_send != ZeroCopySend::On || self.options.direct.is_some() {
+            return Ok(());
+        }
+        let copied = match self.destination {
+            Destination::Stream(Address::Tcp { .. }) => self.copied_over_tcp(),
+            // Within this process, lanes are TCP over the loopback interface.
+            Destination::Process(_) if !matches!(self.source, Source::Qmp(_) | Source::Stream(_)) => {
+                self.copied_over_tcp()
+            }
+            Destination::Stream(address) => Some(CopiedPages::NotTcp { address: address.clone() }),
+            Destination::Qmp(_) => Some(CopiedPages::UnixSocket),
+            _ => Some(CopiedPages::NothingSent),
+        };
+        match copied {
+            Some(reason) => Err(Invalid::ZeroCopy(reason).into()),
+            None => Ok(check_zero_copy()?),
+        }
+    }
+
+    fn copied_over_tcp(&self) -> Option<CopiedPages> {
+        let compression = self.options.compression;
+        if self.lanes == 0 {
+            Some(CopiedPages::WithoutLanes)
+        } else if compression != Compression::None {
+            Some(CopiedPages::Compressed { method: compression.method().name() })
+        } else {
+            self.options.tls.is_some().then_some(CopiedPages::Encrypted)
+        }
+    }
+
+    /// Refuses TLS that would have no effect.
+    fn check_tls(&self) -> Result<(), Invalid> {
+        let (from, to) = (self.source.stream(), self.destination.stream());
+        let streams = || [from, to].into_iter().flatten();
+        let Some(tls) = &self.options.tls else {
+            return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. }))
+            {
+                Some(address) => Err(InvalidTls::Missing { address: address.clone() }.into()),
+                None => Ok(()),
+            };
+        };
+        let carries = |address: &&Address| {
+            matches!(
+                address,
+                Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { secure: true, .. }
+            )
+        };
+        let plain = streams().find(|address| !carries(address));
+        let reason = match (plain, to, tls.hostname()) {
+            _ if from.is_none() && to.is_none() => InvalidTls::WithoutStream,
+            (Some(address), _, _) => InvalidTls::Over { address: address.clone() },
+            (_, None, Some(_)) => InvalidTls::NameWithoutDestination,
+            (_, Some(address @ Address::Unix(_)), None) => {
+                InvalidTls::NameMissing { address: address.clone() }
+            }
+            _ => return Ok(()),
+        };
+        Err(reason.into())
+    }
+
+    /// Refuses credentials that cannot be loaded.
+    fn check_credentials(&self) -> Result<(), Error> {
+        if self.source.stream().is_some() {
+            listen_options(self.options)?;
+        }
+        if self.destination.stream().is_some() {
+            connect_options(self.options)?;
+        }
+        Ok(())
     }
 }
 
@@ -85,182 +264,9 @@ pub(crate) fn is_same_file(a: &Path, b: &Path) -> bool {
     identity(a).is_some_and(|found| identity(b) == Some(found))
 }
 
-/// Refuses ends that the task does not have, or between which no transfer is possible.
-fn check_ends(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Invalid> {
-    let is_throttled = options.transfer_options().throttling != Throttling::Unchanged;
-    let (is_ended, from_qemu) = (options.ends_source(), source.monitor().is_some());
-    let reason = match (source, destination) {
-        (Source::Stream(_) | Source::Image(_) | Source::Store(_), _) if is_throttled => {
-            InvalidEnds::ThrottledWithoutQemu
-        }
-        // A source is ended only if its guest continues elsewhere, or is stored.
-        _ if is_ended && !from_qemu => InvalidEnds::EndedWithoutQemu,
-        (_, Destination::Process(process)) if is_ended => {
-            InvalidEnds::EndedToProcess { destination: process.to_string() }
-        }
-        (_, Destination::Null) if is_ended => InvalidEnds::EndedToNull,
-        // A detached device must be attached somewhere.
-        _ if options.detaches_vsock() && !(from_qemu && destination.monitor().is_some()) => {
-            InvalidEnds::DetachedWithoutQemu
-        }
-        (_, to) if options.base().is_some() && !matches!(to, Destination::Image(_)) => {
-            InvalidEnds::BaseWithoutImage
-        }
-        // QEMU's background-snapshot goes from a QEMU to an image.
-        _ if options.is_snapshot() && !(from_qemu && destination.is_image()) => InvalidEnds::Snapshot,
-        // It could end with two running guests.
-        (Source::Qmp(_), Destination::Stream(address)) if options.resumes() => {
-            InvalidEnds::ResumedTo { address: address.clone() }
-        }
-        (Source::Qmp(from), Destination::Qmp(to)) if is_same_file(from, to) => {
-            InvalidEnds::SameQemu { socket: to.clone() }
-        }
-        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
-        (Source::Qmp(_), _) if options.is_postcopy() && options.direct.is_none() => {
-            return Err(InvalidPostcopy::OfQemu.into());
-        }
-        (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
-            if options.is_postcopy() =>
-        {
-            return Ok(());
-        }
-        _ if options.is_postcopy() => return Err(InvalidPostcopy::WithoutGuest.into()),
-        (source, Destination::Null) if source.is_image() => InvalidEnds::ImageToNull,
-        _ => return Ok(()),
-    };
-    Err(reason.into())
-}
-
-fn check_return_path(
-    source: &Source,
-    destination: &Destination,
-    options: &CopyRequest,
-) -> Result<(), Invalid> {
-    if options.return_path {
-        return Ok(());
-    }
-    let from_stream = matches!(source, Source::Stream(_));
-    match (source, destination) {
-        (Source::Qmp(_), _) => Err(Invalid::RunningWithoutReturnPath),
-        // An image is as safe afterwards as before, and so is a file that is read through a pipe.
-        (_, Destination::Stream(_)) if !from_stream => Ok(()),
-        (Source::Stream(Address::File { path, .. }), Destination::Qmp(_) | Destination::Stream(_)) => {
-            Err(Invalid::FileTo { path: path.clone(), destination: destination.to_string() })
-        }
-        (_, Destination::Qmp(_) | Destination::Stream(_)) => Err(Invalid::WithoutReturnPath),
-        _ if from_stream => Ok(()),
-        _ => Err(Invalid::WithoutReturnPath),
-    }
-}
-
-/// Refuses compression that would have no effect.
-fn check_compression(
-    source: &Source,
-    destination: &Destination,
-    options: &CopyRequest,
-    lanes: usize,
-) -> Result<(), Invalid> {
-    if options.compression == Compression::None {
-        return Ok(());
-    }
-    let method = options.compression.method().name();
-    if source.is_image() && destination.is_image() {
-        return Err(Invalid::CompressionBetweenImages { method });
-    }
-    if lanes == 0 { Err(Invalid::CompressionWithoutLanes { method }) } else { Ok(()) }
-}
-
-/// Refuses `on` if pages would be copied all the same, with the reason.
-fn check_zero_copy_send(
-    source: &Source,
-    destination: &Destination,
-    options: &CopyRequest,
-    lanes: usize,
-) -> Result<(), Error> {
-    // QEMU sends, and has its own conditions.
-    if options.zero_copy_send != ZeroCopySend::On || options.direct.is_some() {
-        return Ok(());
-    }
-    let copied = match destination {
-        Destination::Stream(Address::Tcp { .. }) => copied_over_tcp(options, lanes),
-        // Within this process, lanes are TCP over the loopback interface.
-        Destination::Process(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
-            copied_over_tcp(options, lanes)
-        }
-        Destination::Stream(address) => Some(CopiedPages::NotTcp { address: address.clone() }),
-        Destination::Qmp(_) => Some(CopiedPages::UnixSocket),
-        _ => Some(CopiedPages::NothingSent),
-    };
-    match copied {
-        Some(reason) => Err(Invalid::ZeroCopy(reason).into()),
-        None => Ok(check_zero_copy()?),
-    }
-}
-
-fn copied_over_tcp(options: &CopyRequest, lanes: usize) -> Option<CopiedPages> {
-    if lanes == 0 {
-        Some(CopiedPages::WithoutLanes)
-    } else if options.compression != Compression::None {
-        Some(CopiedPages::Compressed { method: options.compression.method().name() })
-    } else {
-        options.tls.is_some().then_some(CopiedPages::Encrypted)
-    }
-}
-
-/// Refuses TLS that would have no effect, and invalid credentials, before anything is touched.
-fn check_tls(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
-    let (from, to) = (source.stream(), destination.stream());
-    let streams = || [from, to].into_iter().flatten();
-    let refused = |reason: InvalidTls| Error::Invalid(reason.into());
-    let Some(tls) = &options.tls else {
-        return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. })) {
-            Some(address) => Err(refused(InvalidTls::Missing { address: address.clone() })),
-            None => Ok(()),
-        };
-    };
-    let carries = |address: &&Address| {
-        matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { secure: true, .. })
-    };
-    let plain = streams().find(|address| !carries(address));
-    let reason = match (plain, to, tls.hostname()) {
-        _ if from.is_none() && to.is_none() => Some(InvalidTls::WithoutStream),
-        (Some(address), _, _) => Some(InvalidTls::Over { address: address.clone() }),
-        (_, None, Some(_)) => Some(InvalidTls::NameWithoutDestination),
-        (_, Some(address @ Address::Unix(_)), None) => {
-            Some(InvalidTls::NameMissing { address: address.clone() })
-        }
-        _ => None,
-    };
-    if let Some(reason) = reason {
-        return Err(refused(reason));
-    }
-    if from.is_some() {
-        listen_options(options)?;
-    }
-    if to.is_some() {
-        connect_options(options)?;
-    }
-    Ok(())
-}
-
-/// Refuses options that exclude postcopy, before anything is touched.
-fn check_postcopy(source: &Source, options: &CopyRequest) -> Result<(), Invalid> {
-    let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
-    let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
-    Err(Invalid::Postcopy(match source {
-        Source::Stream(_) => InvalidPostcopy::OfStream,
-        Source::Qmp(_) if recovers => InvalidPostcopy::RecoveryOfQemu,
-        source if lanes > 0 && !matches!(source, Source::Qmp(_)) => InvalidPostcopy::LanesOfImage,
-        _ if options.compression != Compression::None && lanes == 0 => InvalidPostcopy::Compressed,
-        _ if options.zero_copy_send == ZeroCopySend::On => InvalidPostcopy::ZeroCopy,
-        _ if !options.return_path => InvalidPostcopy::WithoutReturnPath,
-        _ => return Ok(()),
-    }))
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::request::{AfterCopy, PostcopyStart, RequestedPages, Task, TransferOptions};
+    use super::super::request::{AfterCopy, PostcopyStart, RequestedPages, Task};
     use super::*;
 
     fn postcopy() -> CopyRequest {
