@@ -7,7 +7,7 @@ use towline_channel::{Address, Cancel};
 use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source, WritableDisks};
 
 use crate::args::{CopyArgs, DiskArgs, MoveArgs, TransferArgs};
-use crate::endpoint::{Endpoint, memory};
+use crate::endpoint::Endpoint;
 use crate::events::Reason;
 use crate::exit::{Exit, UsageError};
 use crate::lock::lock;
@@ -160,7 +160,6 @@ impl<'a> Transfer<'a> {
         let [destination] = &ends.destinations[..] else {
             return Ok(self.clones(&ends, &options, &cancel));
         };
-        memory::check(&ends.source, destination, &options)?;
         let observer = (&(*reporter, notifier), &recorder);
         let copy =
             |observer: &dyn Observer| plan::copy(&ends.source, destination, &options, &cancel, observer);

@@ -13,7 +13,7 @@ use towline_control::remote::Place;
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::args::{CopyArgs, IfNotConverging, MoveArgs, OnOff, StoredSourceArgs, TransferArgs, Via};
-use crate::endpoint::{Endpoint, SshEndpoint};
+use crate::endpoint::{Endpoint, SshEndpoint, memory};
 
 /// Returns the request of a `copy`.
 pub(crate) fn of_copy(
@@ -58,7 +58,9 @@ pub(crate) fn of_copy(
             .into());
     }
     let disks = if args.disks.memory_only { WritableDisks::LeftOut } else { WritableDisks::Refused };
-    Ok(CopyRequest { verify, stream, return_path, disks, ..request })
+    let request = CopyRequest { verify, stream, return_path, disks, ..request };
+    destinations.iter().try_for_each(|destination| memory::check(source, destination, &request))?;
+    Ok(request)
 }
 
 /// Returns the state of the guest at both ends after a `copy`.

@@ -9,7 +9,6 @@ use towline_control::plan::{
 use towline_memload::{CheckOutcome, Checked, MemOptions, Room, Shape, Synthetic};
 use towline_migration::{Guest, Result, Sink};
 
-use crate::exit::UsageError;
 use crate::units::bytes;
 
 /// `mem:` on the command line, and the guest that was received there.
@@ -46,13 +45,9 @@ impl fmt::Display for MemEndpoint {
 }
 
 /// Refuses a synthetic guest where nothing can take it.
-pub(crate) fn check(
-    source: &Source,
-    destination: &Destination,
-    options: &CopyRequest,
-) -> Result<(), UsageError> {
+pub(crate) fn check(source: &Source, destination: &Destination, request: &CopyRequest) -> Result<(), String> {
     let text = match (source, destination) {
-        (Source::Process(_), _) if options.is_postcopy() => {
+        (Source::Process(_), _) if request.is_postcopy() => {
             "--postcopy is for a guest that a QEMU can run, and mem: is not one"
         }
         (Source::Process(_), Destination::Qmp(_)) => {
@@ -63,7 +58,7 @@ pub(crate) fn check(
         }
         _ => return Ok(()),
     };
-    Err(UsageError(text.into()))
+    Err(text.into())
 }
 
 #[derive(Debug)]
@@ -171,7 +166,7 @@ mod tests {
                     let failure = plan::copy(source, destination, request, &cancel, &Silent).unwrap_err();
                     errors::worded(&*failure.error)
                 }
-                Err(error) => error.to_string(),
+                Err(error) => error,
             };
             assert_eq!(refused, text);
         }
