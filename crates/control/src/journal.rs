@@ -44,7 +44,7 @@ pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
 /// Time for which a file is tried again that no process which lives owns, and its interval: one that only looks at it has its lock for a
-/// moment, as has a process that its former owner was about to start.
+/// moment, as has a process that a former owner was about to start when it was killed.
 pub(crate) const LOCKED_MAX: Duration = Duration::from_secs(1);
 pub(crate) const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -280,7 +280,7 @@ impl State {
 impl Drop for State {
     fn drop(&mut self) {
         if self.records.is_empty() || self.process.state() == ProcessState::Exited {
-            // Its lock is held until the file is closed.
+            // Its lock is held until then.
             if let Err(errno) = unlinkat(&*self.directory, &self.name, AtFlags::empty()) {
                 tracing::debug!(%errno, path = %self.path.display(), "a journal stays");
             }

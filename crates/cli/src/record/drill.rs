@@ -99,10 +99,10 @@ impl OverlayDirectory {
         let locked = || -> io::Result<LockedFile> {
             // QEMU's user has to pass.
             DirBuilder::new().recursive(true).mode(0o711).create(&path)?;
-            let lock = File::open(&path)?;
-            flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+            let lock = LockedFile(File::open(&path)?);
+            flock(&lock.0, FlockOperation::NonBlockingLockExclusive)?;
             fs::read_dir(&path)?.try_for_each(|entry| fs::remove_file(entry?.path()))?;
-            Ok(LockedFile(lock))
+            Ok(lock)
         };
         let lock = locked().map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => {

@@ -22,6 +22,9 @@ use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Image, Result};
 
+/// Flag of a process that has not executed a program since it was forked (`PF_FORKNOEXEC` of Linux's `sched.h`).
+const FORKED_WITHOUT_EXECUTION: u32 = 0x40;
+
 /// Removes an image with its manifest and its working set. Returns the freed disk space in bytes.
 ///
 /// # Errors
@@ -138,7 +141,7 @@ fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(images)
 }
 
-/// Processes that have the file open or mapped, except for this one, where `/proc` shows them.
+/// Processes that have the file open or mapped, except for this one and those that it is starting, where `/proc` shows them.
 fn users(file: &File) -> Vec<String> {
     let Some(wanted) = FileId::of_file(file) else { return Vec::new() };
     let own = std::process::id();
@@ -153,7 +156,21 @@ fn users(file: &File) -> Vec<String> {
         is_linked
             || fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| is_mapped(&maps, wanted))
     };
-    pids.filter(|pid| *pid != own).filter(uses).map(process_text).collect()
+    let is_ours = |pid: u32| {
+        let status = || fs::read_to_string(format!("/proc/{pid}/stat"));
+        pid == own || status().is_ok_and(|status| is_being_started(&status, own))
+    };
+    // In this order: it closes them as it executes.
+    pids.filter(|pid| !is_ours(*pid) && uses(pid)).map(process_text).collect()
+}
+
+/// Returns true if `/proc/PID/stat` is of a child that has not executed its program yet: it has a copy of each descriptor until then.
+fn is_being_started(status: &str, own: u32) -> bool {
+    // After its name, which may contain anything.
+    let mut fields = status.rsplit(')').next().unwrap_or_default().split_ascii_whitespace().skip(1);
+    let parent = fields.next().and_then(|text| text.parse().ok());
+    let flags: u32 = fields.nth(4).and_then(|text| text.parse().ok()).unwrap_or(0);
+    parent == Some(own) && flags & FORKED_WITHOUT_EXECUTION != 0
 }
 
 /// Returns true if `/proc/PID/maps` contains the file: `7f00-7f10 r--s 00000000 fe:01 131073 /srv/a.img`.
@@ -213,6 +230,14 @@ mod tests {
         assert!(path.exists());
         remove(&path).unwrap();
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_process_that_is_being_started_is_no_user() {
+        let status = "71 (a) 1 9 (b)) R 9 71 9 0 -1 64 0 0\n";
+        assert!(is_being_started(status, 9) && !is_being_started(status, 1));
+        assert!(!is_being_started(&status.replace("-1 64", "-1 4194304"), 9), "it has executed its program");
+        assert!(!is_being_started("", 9));
     }
 
     #[test]
