@@ -8,7 +8,6 @@ mod common;
 use std::fs;
 use std::io::{BufRead, BufReader, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -147,8 +146,9 @@ fn qemu_in_a_pid_namespace_below_ours_is_identified() {
             "#!/bin/sh\nexec unshare --pid --fork --kill-child=KILL {} \"$@\"\n",
             binary.path.display()
         );
-        fs::write(&script, text).unwrap();
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        // A program cannot be executed while a process that another test is starting has it open for writing, as has this one.
+        let write = "printf %s \"$1\" > \"$0\"; chmod 755 \"$0\"";
+        assert!(Command::new("sh").args(["-c", write]).arg(&script).arg(text).status().unwrap().success());
         let mut process = TestQemu::q35(&Binary { path: script, ..binary }, &["-smp", "2"]);
         let qemu = connect(&process);
         let found = pid(&qemu);

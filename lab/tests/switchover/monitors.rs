@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use towline_lab::{Finished, Qemu, Qmp, Version, require_lab, skip, wait_until};
 
 use crate::support::{
-    Scratch, SentCopy, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
-    is_live, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
+    Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting,
+    end, is_live, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
 };
 
 const SOCAT: &str = "/usr/bin/socat";
@@ -124,12 +124,16 @@ fn a_restarted_proxy_does_not_affect_the_copy() {
     }
     let scratch = Scratch::new();
     let (sent, proxy) = sent_by_a_proxy("copy", &scratch);
-    let SentCopy { suspended, towline, source, destination } = sent;
+    let SentCopy { suspended, mut towline, source, destination } = sent;
     let socket = scratch.text("a.qmp");
+    // It is acknowledged and completes only when it goes on: one that is missed before that gets its guest back.
+    let stopped = Suspended::new(&source);
+    drop(suspended);
+    wait_phase(&mut towline, "release");
     drop(proxy);
     // The file of a listener that has exited is in the way of the next one.
     std::fs::remove_file(&socket).ok();
-    drop(suspended);
+    drop(stopped);
     let done = source.qmp().wait_status("postmigrate", WITHIN);
     done.unwrap_or_else(|error| panic!("{error:#}: {}", towline.stderr()));
     let _again = Socat::start(&socket, &source);

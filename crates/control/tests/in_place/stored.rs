@@ -10,6 +10,7 @@ use towline_control::in_place::{
 };
 use towline_control::qemu::{Process, Qemu};
 use towline_image::Image;
+use towline_image::atomic_file::LockedFile;
 use towline_memload::BLOCK_NAME;
 
 use crate::common::{self, TestQemu, binaries, skipped};
@@ -180,8 +181,8 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
         return;
     };
     let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
-    let file = std::fs::File::open(stored.image.path()).unwrap();
-    rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let file = LockedFile(std::fs::File::open(stored.image.path()).unwrap());
+    rustix::fs::flock(&file.0, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let presence = of_image(&mut qemu, &stored.image).unwrap();
     assert_eq!(*reason(&presence), TransferReason::Locked { path: stored.image.path().to_owned() });
     drop(file);

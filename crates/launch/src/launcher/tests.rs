@@ -1,6 +1,4 @@
-use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use rustix::process::Pid;
@@ -11,14 +9,11 @@ use crate::runtime::RuntimeRoot;
 
 /// A program in QEMU's place that reports what it was given and ends.
 fn start(script: &str, change: impl FnOnce(&mut Launcher)) -> LaunchError {
-    // A program cannot be executed while a child of another thread has it open for writing, between its fork
-    // and its execve.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let parent = tempfile::tempdir().unwrap();
     let binary = parent.path().join("qemu");
-    fs::write(&binary, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(&binary, fs::Permissions::from_mode(0o700)).unwrap();
+    // A program cannot be executed while a process that another test is starting has it open for writing, as has this one.
+    let write = "printf '#!/bin/sh\n%s\n' \"$1\" > \"$0\"; chmod 700 \"$0\"";
+    assert!(Command::new("sh").args(["-c", write]).arg(&binary).arg(script).status().unwrap().success());
     let root = RuntimeRoot::at(parent.path().join("run"));
     let mut launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
     change(&mut launcher);

@@ -407,12 +407,20 @@ fn an_announcement_is_held_and_held_frames_of_a_guest_that_is_gone_are_dropped()
     assert_eq!(bench.net.statistics()[0][1].packets, 1);
 }
 
+/// Returns true if this thread's network has a tap.
+fn has_tap() -> std::io::Result<bool> {
+    Ok(std::fs::read_to_string("/proc/thread-self/net/dev")?.contains("tap0:"))
+}
+
 #[test]
 fn the_next_process_of_a_card_that_holds_frames_holds_them_too() {
     let name = "the_next_process_of_a_card_that_holds_frames_holds_them_too";
     let Some(network) = crate::network(name) else { return };
     let record = InFlightRecord::new(2).unwrap();
+    // A process that another test starts has the descriptors of a dropped card, too, until it executes its program.
+    let is_gone = || Ok((!network.enter(has_tap)??).then_some(()));
     let card = |hold| {
+        towline_lab::wait_until("the end of the last card's tap", WITHIN, is_gone).unwrap();
         let taps = network.enter(|| Taps::open("tap0", 1)).unwrap().unwrap();
         Net::new(taps, Options { hold, word: Some(record.device_word()), ..Options::default() })
     };
