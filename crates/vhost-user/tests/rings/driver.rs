@@ -129,6 +129,13 @@ impl Driver {
     /// Makes a chain of buffers available, each with its length and true if it is writable. `None` if there
     /// are not enough free descriptors.
     pub(crate) fn add(&mut self, buffers: &[(u32, bool)], indirect: bool) -> Option<u16> {
+        let head = self.write_chain(buffers, indirect)?;
+        self.make_available(head);
+        Some(head)
+    }
+
+    /// As [`Self::add`], of a chain that is not available yet.
+    pub(crate) fn write_chain(&mut self, buffers: &[(u32, bool)], indirect: bool) -> Option<u16> {
         let wanted = if indirect { 1 } else { buffers.len() };
         if self.free.len() < wanted {
             return None;
@@ -154,7 +161,6 @@ impl Driver {
             self.write_descriptor(TABLE, head, Descriptor::new(table, bytes, INDIRECT, 0));
         }
         self.chains[usize::from(head)] = indices;
-        self.make_available(head);
         Some(head)
     }
 

@@ -147,13 +147,15 @@ impl Frontend {
 /// Makes a request available. `at` is the offset of the driver's memory.
 fn add_request(driver: &mut Driver, at: u64, text: &[u8]) -> u16 {
     let len = u32::try_from(text.len()).unwrap();
-    let head = driver.add(&[(len, false), (len, true)], false).unwrap();
+    let head = driver.write_chain(&[(len, false), (len, true)], false).unwrap();
     let second = driver.word(TABLE + 16 * u64::from(head) + 14);
     for (index, flags, next) in [(head, 1, second), (second, 2, 0)] {
         let address = GUEST + at + Driver::buffer(index);
         driver.write_descriptor(TABLE, index, Descriptor::new(address, len, flags, next));
     }
     driver.put(Driver::buffer(head), text);
+    // A device that is still looking takes it at once.
+    driver.make_available(head);
     second
 }
 
