@@ -35,7 +35,6 @@ pub(super) fn validate(
 }
 
 /// A request, its ends, and what follows from them.
-#[derive(Clone, Copy)]
 struct Validation<'a> {
     source: &'a Source,
     destination: &'a Destination,
